@@ -1,0 +1,23 @@
+"""The shipped environments, by name."""
+
+from __future__ import annotations
+
+from sync.errors import InvalidRequest
+
+from .base import Environment, Turn
+from .guess import Guess
+from .sort import Sort
+
+ENVIRONMENTS: dict[str, type[Environment]] = {cls.name: cls for cls in (Guess, Sort)}
+
+
+def environment(name: str) -> type[Environment]:
+    """The environment class of that name; raises InvalidRequest listing the known ones."""
+    found = ENVIRONMENTS.get(name)
+    if found is None:
+        known = ", ".join(sorted(ENVIRONMENTS))
+        raise InvalidRequest(f"environment: {name[:64]!r} is unknown; known: {known}", code="unknown_environment")
+    return found
+
+
+__all__ = ["ENVIRONMENTS", "Environment", "Turn", "environment"]

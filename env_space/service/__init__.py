@@ -1,0 +1,1 @@
+"""The rollout service: stages, groups, leases, and what survives a restart."""

@@ -1,0 +1,70 @@
+"""Chat messages to token ids, extending recorded ids without ever encoding a sampled text again. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jinja2
+
+from sync.errors import InvalidRequest
+from sync.schema.calls import Message
+
+_SENTINEL = "deltawire-7f3a9c41-assistant-content"
+_OPENING = ({"role": "user", "content": "x"}, {"role": "assistant", "content": _SENTINEL})
+
+
+def render(tokenizer: Any, prefix_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+    """The prompt of a call: recorded ids, then new messages and the opening of an assistant turn.
+
+    Without `prefix_ids` the chat template renders the whole conversation. With them (prompt and output ids of the
+    chain so far, as the engine recorded them) only the text that belongs after the assistant's content is encoded and
+    appended: the end of its turn, unless the ids already end with it, the new messages, the generation prompt.
+    Without messages the ids are the prompt.
+
+    Raises InvalidRequest when both are empty, when the template refuses the messages or is missing, and when the
+    template changes earlier text as a conversation grows, so that no suffix exists.
+    """
+    if not messages:
+        if not prefix_ids:
+            raise InvalidRequest(
+                "the prompt is empty: send messages, or ids in prefix_ids", code="empty_prompt"
+            )
+        return list(prefix_ids)
+    new = [message.model_dump() for message in messages]
+    if not prefix_ids:
+        return _encode(tokenizer, _text(tokenizer, new, prompt=True))
+    suffix = _encode(tokenizer, _suffix(tokenizer, new))
+    closed = suffix and suffix[0] == prefix_ids[-1] and suffix[0] in tokenizer.all_special_ids
+    return [*prefix_ids, *(suffix[1:] if closed else suffix)]
+
+
+def _suffix(tokenizer: Any, new: list[dict[str, str]]) -> str:
+    """The template's text after an assistant's content when `new` messages follow it."""
+    head, found, closing = _text(tokenizer, list(_OPENING), prompt=False).partition(_SENTINEL)
+    longer_head, still, suffix = _text(tokenizer, [*_OPENING, *new], prompt=True).partition(_SENTINEL)
+    if not found or not still or longer_head != head or not suffix.startswith(closing) or _SENTINEL in suffix:
+        raise InvalidRequest(
+            "this model's chat template rewrites earlier turns when messages follow, so recorded ids cannot be "
+            "extended; send the whole conversation as messages without prefix_ids",
+            code="template_not_prefix_preserving",
+        )
+    return suffix
+
+
+def _text(tokenizer: Any, messages: list[dict[str, str]], *, prompt: bool) -> str:
+    if not tokenizer.chat_template:
+        raise InvalidRequest(
+            "this model has no chat template: send token ids in prefix_ids, without messages",
+            code="no_chat_template",
+        )
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
+    except jinja2.TemplateError as error:
+        raise InvalidRequest(
+            f"this model's chat template refuses the messages: {error}", code="template"
+        ) from None
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False))

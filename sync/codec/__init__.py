@@ -1,0 +1,27 @@
+"""Codecs: public, pure, numpy in and out, no I/O.
+
+`diff` finds what changed, `encode` writes a payload, `decode` reads one against a base and checks everything before
+anything is written. `encode_delta`, `decode_delta` and `apply_delta` are the same for whole states.
+"""
+
+from __future__ import annotations
+
+from .api import apply_delta, decode_delta, encode_delta, scatter
+from .patch import Patch, TensorPatch, diff, patched
+from .payload import CODECS, Decoded, Encoded, decode, encode
+
+__all__ = [
+    "CODECS",
+    "Decoded",
+    "Encoded",
+    "Patch",
+    "TensorPatch",
+    "apply_delta",
+    "decode",
+    "decode_delta",
+    "diff",
+    "encode",
+    "encode_delta",
+    "patched",
+    "scatter",
+]

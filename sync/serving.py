@@ -1,0 +1,52 @@
+"""Run an ASGI app on a port that is ours before anyone is told of it. Used by both Spaces; uvicorn is loaded on use."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+from .asgi import App
+from .errors import ConfigError
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Bind a listening socket (port 0: the OS chooses). Raises ConfigError naming a free way out."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port} ({error.strerror}); choose another port with --port, or --port 0 to let "
+            "the system choose"
+        ) from None
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """The http:// URL under which a bound socket answers on this machine."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)  # noqa: S104
+    return f"http://{host}:{port}"
+
+
+def write_ready_file(path: Path, **facts: Any) -> None:
+    """Write `facts` as JSON at once (temporary name, then rename), so that a waiting parent never reads half."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_text(json.dumps({"pid": os.getpid(), **facts}))
+    part.replace(path)
+
+
+def serve(app: App, listener: socket.socket) -> None:
+    """Serve `app` on a bound socket until SIGINT or SIGTERM; open connections get 3 seconds to end."""
+    import uvicorn
+
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=3, timeout_keep_alive=75, ws="auto"
+    )
+    uvicorn.Server(config).run(sockets=[listener])
