@@ -1,1 +1,1 @@
-"""The inference Space: follows a run's weights and answers calls with tokens, logprobs and weight versions."""
+"""The inference Space: follows a run's weights, answers calls with tokens, logprobs and versions."""

@@ -46,7 +46,7 @@ class Following(Protocol):
         """Look at the head now."""
 
 
-class ClientGone(Exception):
+class ClientGoneError(Exception):
     """The caller closed its connection; nobody reads an answer."""
 
 
@@ -59,16 +59,14 @@ def create_app(
     request_seconds: float = 300.0,
     on_start: Callable[[], None] = lambda: None,
 ) -> App:
-    """The ASGI app of one Space, behind the token guard. `on_start` is called once requests can be answered."""
+    """The ASGI app of one Space, behind the token guard. `on_start` runs once requests are answered."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         on_start()
         yield
 
-    app = FastAPI(
-        title="Deltawire inference", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan
-    )
+    app = FastAPI(title="Deltawire inference", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     routes = _Routes(engine, follower, request_seconds)
     app.get("/health")(routes.health)
     app.get("/ready")(routes.ready)
@@ -80,7 +78,7 @@ def create_app(
     app.post("/v1/chat/completions")(routes.chat)
     app.add_exception_handler(DeltawireError, _on_error)
     app.add_exception_handler(HTTPException, _on_http)
-    app.add_exception_handler(ClientGone, _on_gone)
+    app.add_exception_handler(ClientGoneError, _on_gone)
     app.add_exception_handler(Exception, _on_bug)
     return Guard(app, token=token, max_body=max_body_bytes, public=frozenset({"/health"}))
 
@@ -129,16 +127,12 @@ class _Routes:
         self._require_ready()
         body = _parse(GenerateRequest, await request.body())
         rendered = await run_in_threadpool(self._render, body.calls)
-        prompts = [
-            (call, ids) for call, ids in zip(body.calls, rendered, strict=True) if isinstance(ids, list)
-        ]
+        prompts = [(call, ids) for call, ids in zip(body.calls, rendered, strict=True) if isinstance(ids, list)]
         futures = self._engine.generate([Call(ids, call.sampling) for call, ids in prompts])
         await self._settle(request, futures)
         pending = iter(futures)
         results = [
-            self._result(call, ids, next(pending))
-            if isinstance(ids, list)
-            else CallResult(id=call.id, error=ids)
+            self._result(call, ids, next(pending)) if isinstance(ids, list) else CallResult(id=call.id, error=ids)
             for call, ids in zip(body.calls, rendered, strict=True)
         ]
         return _json(GenerateResponse(calls=tuple(results)))
@@ -211,20 +205,37 @@ class _Routes:
         return InvalidRequest(text, status=504, code="deadline")
 
     async def _settle(self, request: Request, futures: Sequence[Future[Any]]) -> None:
-        """Wait until all futures are done; at the deadline cancel the rest, with the caller gone cancel all."""
-        if not futures:
-            return
-        all_done = asyncio.ensure_future(asyncio.wait([asyncio.wrap_future(future) for future in futures]))
+        """Wait until all futures are done; at the deadline cancel the rest, without a caller cancel all."""
+        done = _all_done(futures)
         gone = asyncio.ensure_future(_disconnected(request))
         try:
-            await asyncio.wait({all_done, gone}, timeout=self._seconds, return_when=asyncio.FIRST_COMPLETED)
-            if gone.done() and not all_done.done():
-                raise ClientGone
+            await asyncio.wait({done, gone}, timeout=self._seconds, return_when=asyncio.FIRST_COMPLETED)
+            if gone.done() and not done.done():
+                raise ClientGoneError
         finally:
             for future in futures:
                 future.cancel()
-            for task in (gone, all_done):
-                task.cancel()
+            done.cancel()
+            gone.cancel()
+
+
+def _all_done(futures: Sequence[Future[Any]]) -> asyncio.Future[None]:
+    """A future of the running loop that is done when all of `futures` are, however they ended."""
+    loop = asyncio.get_running_loop()
+    found: asyncio.Future[None] = loop.create_future()
+    left = len(futures)
+
+    def count() -> None:
+        nonlocal left
+        left -= 1
+        if left <= 0 and not found.done():
+            found.set_result(None)
+
+    for future in futures:
+        future.add_done_callback(lambda _: loop.call_soon_threadsafe(count))
+    if not futures:
+        found.set_result(None)
+    return found
 
 
 def text_of(tokenizer: Any, made: Generation) -> str:

@@ -55,6 +55,7 @@ def _run(config: InferenceConfig) -> None:
     with ExitStack() as stack:
         listener = stack.enter_context(bind(config.host, config.port))
         url = url_of(listener)
+        stack.callback(emit, "stopped", url=url)
         import torch
 
         from .app import create_app
@@ -74,9 +75,7 @@ def _run(config: InferenceConfig) -> None:
         follower = Follower(store, config.folder, engine, emit=emit)
         stack.callback(follower.close)
         stop = threading.Event()
-        thread = threading.Thread(
-            target=follower.run, args=(stop, config.poll_seconds), name="follower", daemon=True
-        )
+        thread = threading.Thread(target=follower.run, args=(stop, config.poll_seconds), name="follower", daemon=True)
         thread.start()
         stack.callback(thread.join, config.pause_seconds)
         stack.callback(stop.set)
@@ -95,4 +94,3 @@ def _run(config: InferenceConfig) -> None:
             on_start=announce,
         )
         serve(app, listener)
-        emit("stopped", url=url)

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: the subset that one policy without tools can answer, and clear refusals of the rest."""
+"""OpenAI's chat completions: what one policy without tools can answer, and clear refusals of the rest."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from sync.errors import InvalidRequest
-from sync.schema.calls import ErrorBody, GenerateCall, Message, Sampling
+from sync.schema.calls import ErrorBody, Message, Sampling
 
 from .engines.base import Generation
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,), "stream": (False,), "tools": ([],), "functions": ([],), "stop": ([],), "top_p": (1,),
     "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "top_logprobs": (0,),
-    "response_format": ({"type": "text"},), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False),
-    "stream_options": (), "store": (False,),
+    "response_format": ({"type": "text"},), "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),     "stream_options": (), "store": (False,),
 }  # fmt: skip
 _IGNORED = ("user", "metadata", "safety_identifier", "service_tier", "prompt_cache_key")
 
@@ -68,20 +68,14 @@ def chat_call(request: ChatRequest, max_len: int) -> ChatCall:
         if value is None or name in _IGNORED:
             continue
         if name not in _NEUTRAL:
-            raise InvalidRequest(
-                f"{name}: this server does not know the parameter; leave it out", code="unsupported"
-            )
+            raise InvalidRequest(f"{name}: this server does not know the parameter; leave it out", code="unsupported")
         if value not in _NEUTRAL[name]:
-            raise InvalidRequest(
-                f"{name}: {_short(value)} is not supported; leave it out", code="unsupported"
-            )
+            raise InvalidRequest(f"{name}: {_short(value)} is not supported; leave it out", code="unsupported")
     limit = request.max_completion_tokens or request.max_tokens or max_len
     temperature = 1.0 if request.temperature is None else request.temperature
     sampling = Sampling(max_tokens=min(limit, max_len), temperature=temperature, seed=request.seed)
     messages = tuple(Message(role=m.role, content=_content(m.content)) for m in request.messages)
-    return ChatCall(
-        model=request.model, messages=messages, sampling=sampling, logprobs=bool(request.logprobs)
-    )
+    return ChatCall(model=request.model, messages=messages, sampling=sampling, logprobs=bool(request.logprobs))
 
 
 def chat_answer(call: ChatCall, prompt_ids: list[int], made: Generation, tokenizer: Any) -> dict[str, Any]:
@@ -112,7 +106,7 @@ def chat_answer(call: ChatCall, prompt_ids: list[int], made: Generation, tokeniz
 
 
 def openai_error(status: int, body: ErrorBody) -> dict[str, Any]:
-    """An error as OpenAI's clients expect it; the parameter is the message's part before the colon, if any."""
+    """An error as OpenAI's clients expect it; the parameter is what the message has before the colon, if any."""
     kind = "invalid_request_error" if 400 <= status < 500 else "server_error"
     head, colon, _ = body.message.partition(":")
     param = head if colon and head.replace(".", "").replace("_", "").isalnum() else None

@@ -17,19 +17,17 @@ _OPENING = ({"role": "user", "content": "x"}, {"role": "assistant", "content": _
 def render(tokenizer: Any, prefix_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
     """The prompt of a call: recorded ids, then new messages and the opening of an assistant turn.
 
-    Without `prefix_ids` the chat template renders the whole conversation. With them (prompt and output ids of the
-    chain so far, as the engine recorded them) only the text that belongs after the assistant's content is encoded and
-    appended: the end of its turn, unless the ids already end with it, the new messages, the generation prompt.
-    Without messages the ids are the prompt.
+    Without `prefix_ids` the chat template renders the whole conversation. With them (prompt and output ids of
+    the chain so far, as the engine recorded them) only the text that belongs after the assistant's content is
+    encoded and appended: the end of its turn, unless the ids already end with it, the new messages, the generation
+    prompt. Without messages the ids are the prompt.
 
-    Raises InvalidRequest when both are empty, when the template refuses the messages or is missing, and when the
-    template changes earlier text as a conversation grows, so that no suffix exists.
+    Raises InvalidRequest when both are empty, when the template refuses the messages or is missing, and when it
+    changes earlier text as a conversation grows, so that no suffix exists.
     """
     if not messages:
         if not prefix_ids:
-            raise InvalidRequest(
-                "the prompt is empty: send messages, or ids in prefix_ids", code="empty_prompt"
-            )
+            raise InvalidRequest("the prompt is empty: send messages, or ids in prefix_ids", code="empty_prompt")
         return list(prefix_ids)
     new = [message.model_dump() for message in messages]
     if not prefix_ids:
@@ -45,8 +43,8 @@ def _suffix(tokenizer: Any, new: list[dict[str, str]]) -> str:
     longer_head, still, suffix = _text(tokenizer, [*_OPENING, *new], prompt=True).partition(_SENTINEL)
     if not found or not still or longer_head != head or not suffix.startswith(closing) or _SENTINEL in suffix:
         raise InvalidRequest(
-            "this model's chat template rewrites earlier turns when messages follow, so recorded ids cannot be "
-            "extended; send the whole conversation as messages without prefix_ids",
+            "this model's chat template rewrites earlier turns when messages follow, so recorded ids cannot "
+            "be extended; send the whole conversation as messages without prefix_ids",
             code="template_not_prefix_preserving",
         )
     return suffix
@@ -61,9 +59,7 @@ def _text(tokenizer: Any, messages: list[dict[str, str]], *, prompt: bool) -> st
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
     except jinja2.TemplateError as error:
-        raise InvalidRequest(
-            f"this model's chat template refuses the messages: {error}", code="template"
-        ) from None
+        raise InvalidRequest(f"this model's chat template refuses the messages: {error}", code="template") from None
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:

@@ -46,7 +46,10 @@ class Guard:
             await self._app(scope, receive, send)
             return
         scope = _without_path_key(scope)
-        if scope["path"] not in self._public and not any(map(self._same, _keys(scope))):
+        if scope["path"] in self._public:
+            await self._limited(scope, receive, send)
+            return
+        if not any(map(self._same, _keys(scope))):
             self.refused += 1
             await _refuse(
                 scope, send, 401, "unauthorized", "missing or wrong token: send Authorization: Bearer <token>"

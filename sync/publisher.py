@@ -147,6 +147,11 @@ class Publisher:
             wait([self._job])
         self._settle()
 
+    def settled(self, seconds: float) -> bool:
+        """Wait at most `seconds` for what is in flight; True when nothing is. Any thread may call it."""
+        job = self._job
+        return job is None or not wait([job], seconds).not_done
+
     def close(self) -> None:
         """Wait, mark the head closed, end the thread. Safe to call twice and after an error."""
         if self._job is not None:

@@ -1,4 +1,4 @@
-"""A tiny policy for tests: a Qwen3 of two layers and a byte-level BPE tokenizer with a chat template."""
+"""A tiny policy for tests: a Qwen3 checkpoint of two layers, with the demo's tokenizer and sharp, uneven logits."""
 
 from __future__ import annotations
 
@@ -6,41 +6,17 @@ from pathlib import Path
 from typing import Any
 
 TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
-_CORPUS = [
-    "Guess a number between 1 and 99.",
-    "higher",
-    "lower",
-    "I think it is 42.",
-    "hello world",
-    "the quick fox",
-]
+_CORPUS = ("Guess a number between 1 and 99.", "higher", "lower", "I think it is 42.", "the quick brown fox")
 
 
 def make_tokenizer(template: str | None = TEMPLATE) -> Any:
     """A tokenizer of about 300 tokens whose end token closes an assistant turn."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
+    from trainer_node.model import tiny_tokenizer
 
-    core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    core.train_from_iterator(_CORPUS * 4, trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        clean_up_tokenization_spaces=False,
-    )
+    tokenizer = tiny_tokenizer(_CORPUS, vocabulary=320)
     tokenizer.chat_template = template
     return tokenizer
 

@@ -16,8 +16,9 @@ Trouble = Callable[[str], None]
 
 
 class CurriculumThread:
-    """Polls the bucket at `url` every `seconds`; calls `found` with each new version and `trouble` with each error.
+    """Polls the bucket at `url` every `seconds`; calls `found` with each new version, `trouble` with each error.
 
+    `trouble` gets an empty text when the error is over.
     Both are called in its own thread. A bad newest version is trouble and leaves the last good one in use.
     """
 
@@ -37,6 +38,7 @@ class CurriculumThread:
 
     def _follow(self) -> None:
         seen: Identity | None = None
+        broken = False
         follower: ArtifactFollower | None = None
         while not self._stop.is_set():
             try:
@@ -44,7 +46,11 @@ class CurriculumThread:
                 newest = follower.poll().get("curriculum")
             except DeltawireError as error:
                 self._trouble(f"curriculum channel of {self._url}: {error}")
+                broken = True
             else:
+                if broken:
+                    self._trouble("")
+                    broken = False
                 if newest is not None and newest[0] != seen and isinstance(newest[1], Curriculum):
                     seen = newest[0]
                     self._found(seen, newest[1])

@@ -192,7 +192,7 @@ class _Episode:
             result = await budget.wait(self._roller.policy.generate(call), "run")
         finally:
             waited = time.monotonic() - began
-            self._roller.policy.wait_seconds += waited
+            self._roller.policy.totals.wait_seconds += waited
             self._trace.seconds["policy"] = self._trace.seconds.get("policy", 0.0) + waited
         try:
             self._trace.builder.append(result)

@@ -71,6 +71,12 @@ class Ledger:
             self._leased[group] = (until, self._leased[group][1])
         return len(held)
 
+    def release(self, groups: Iterable[str]) -> None:
+        """Make leased groups READY again, as if their lease lapsed now."""
+        for group in groups:
+            if (lease := self._leased.pop(group, None)) is not None:
+                heapq.heappush(self._ready, (lease[1], group))
+
     def next_lapse(self) -> float | None:
         """Seconds until the next lease lapses, or None."""
         self._lapse()

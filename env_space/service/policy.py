@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -24,6 +25,15 @@ _Pending = tuple[Call, "asyncio.Future[CallResult]"]
 _FIRST_PAUSE = 0.05
 
 
+@dataclass(slots=True)
+class Totals:
+    """What all policies of this process did: answered calls, their output ids, seconds that episodes waited."""
+
+    calls: int = 0
+    output_tokens: int = 0
+    wait_seconds: float = 0.0
+
+
 class _Refused(Exception):
     """The policy refuses this body (400, 413, 422); sending it again would not help."""
 
@@ -31,10 +41,10 @@ class _Refused(Exception):
 class Policy:
     """Client of `POST {url}/v1/generate`. Bounded by its callers: an episode has one call in flight."""
 
-    def __init__(self, url: str, token: str, limits: PolicyLimits) -> None:
+    def __init__(self, url: str, token: str, limits: PolicyLimits, totals: Totals) -> None:
         self.url = url.rstrip("/")
-        self.calls = self.output_tokens = self.failures = 0
-        self.wait_seconds = 0.0
+        self.totals = totals
+        self.failures = 0
         self.last_error = ""
         self._limits = limits
         self._pending: list[_Pending] = []
@@ -148,8 +158,8 @@ class Policy:
             if future.done():
                 continue
             if result.error is None:
-                self.calls += 1
-                self.output_tokens += len(result.output_ids)
+                self.totals.calls += 1
+                self.totals.output_tokens += len(result.output_ids)
                 future.set_result(result)
             elif _final(result):
                 future.set_exception(InvalidRequest(_said(result), code=result.error.code))

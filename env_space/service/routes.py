@@ -35,11 +35,12 @@ class _Routes:
 
     async def lease(
         self,
+        request: Request,
         run: RunName,
         limit: Annotated[int, Query(ge=1, le=1_024)] = 16,
         wait: Annotated[float, Query(ge=0, le=30)] = 0.0,
     ) -> Response:
-        return _json(await self._service.lease(run, limit, wait))
+        return _json(await self._service.lease(run, limit, wait, request.is_disconnected))
 
     async def ack(self, body: AckRequest) -> Response:
         return _json(self._service.ack(body.groups).model_dump_json())

@@ -18,7 +18,7 @@ from ..config import EnvConfig
 from ..environments import environment
 from .episode import Roller
 from .ledger import Ledger
-from .policy import Policy
+from .policy import Policy, Totals
 from .sampler import cumulative_weights, draw_task, fixed_task
 from .stages import Budget, Pipeline
 from .store import Draw, RolloutStore, StoredRun
@@ -33,6 +33,7 @@ class Home(NamedTuple):
     threads: Executor
     token: str
     boot_id: str
+    totals: Totals
     emit: Emit
 
 
@@ -47,7 +48,7 @@ class Run:
     def __init__(self, home: Home, stored: StoredRun) -> None:
         self.request: RunRequest = stored.request
         self.stopped = stored.stopped
-        self.last_error = ""
+        self.last_error = self._curriculum_error = ""
         self.ledger = Ledger(time.monotonic)
         self._home = home
         self._cursor = stored.cursor
@@ -60,7 +61,7 @@ class Run:
         self._pinned: _Pinned | None = None
         self._loop_task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
-        self._ready = asyncio.Condition()
+        self._pulse = asyncio.Event()
 
     @property
     def name(self) -> str:
@@ -90,17 +91,14 @@ class Run:
         full = self.ledger.ready >= self.request.ready_groups or self.ledger.leased >= self._home.config.max_leased
         return full and not self.finished
 
-    @property
-    def policy(self) -> Policy | None:
-        """The policy client, once started."""
-        return self._policy
-
     def start(self) -> None:
         """Roll until stopped, or until an evaluation is complete."""
         self.stopped = False
         self._redo = self._home.store.started(self.name)
         if self._policy is None:
-            self._policy = Policy(self.request.policy_url, self._home.token, self._home.config.policy)
+            self._policy = Policy(
+                self.request.policy_url, self._home.token, self._home.config.policy, self._home.totals
+            )
         self._loop_task = asyncio.get_running_loop().create_task(self._loop(self._policy), name=f"run {self.name}")
         self._loop_task.add_done_callback(self._loop_ended)
 
@@ -108,7 +106,7 @@ class Run:
         """Give up groups in flight and start nothing more; READY groups stay for the trainer."""
         self.stopped = True
         await self.close()
-        await self._notify()
+        self._notify()
 
     async def close(self) -> None:
         """End the tasks and connections of this run; what is on disk goes on after a restart."""
@@ -117,20 +115,26 @@ class Run:
             await asyncio.gather(self._loop_task, return_exceptions=True)
             self._loop_task = None
         if self._policy is not None:
-            await self._policy.close()
-            self._policy = None
+            await self._end_policy(self._policy)
         self._active = 0
+
+    async def _end_policy(self, policy: Policy) -> None:
+        self._counters["failures"] += policy.failures
+        self._policy = None
+        await policy.close()
 
     def curriculum(self, identity: Identity, document: Curriculum) -> None:
         """Draw by this curriculum from the next group on; a document that does not fit keeps the last good one."""
         try:
             self._pinned = _Pinned(identity, cumulative_weights(document, self.request.environment, self._tasks))
         except DeltawireError as error:
-            self.trouble(f"curriculum {identity} not used: {error}")
+            self.curriculum_error(f"curriculum {identity} not used: {error}")
+        else:
+            self._curriculum_error = ""
 
-    def trouble(self, text: str) -> None:
-        """Show an error that rolling survives as `last_error`."""
-        self.last_error = text
+    def curriculum_error(self, text: str) -> None:
+        """Show as `last_error` why the curriculum is not followed, or nothing more with an empty text."""
+        self._curriculum_error = text
 
     def info(self) -> RunInfo:
         """The run's counters."""
@@ -151,26 +155,31 @@ class Run:
             infrastructure_failures=count["failures"] + (policy.failures if policy else 0),
             redelivered=count["redelivered"],
             curriculum=str(self._pinned.identity) if self._pinned else None,
-            last_error=(policy.last_error if policy else "") or self.last_error,
+            last_error=(policy.last_error if policy else "") or self._curriculum_error or self.last_error,
         )
 
     async def lease(self, limit: int, wait: float) -> list[str]:
         """Lease up to `limit` READY groups; waits up to `wait` seconds for the first. Empty also when finished."""
         ends = time.monotonic() + wait
-        async with self._ready:
-            while not (self.ledger.ready or self.finished or self.failed):
-                left = ends - time.monotonic()
-                if left <= 0:
-                    return []
-                try:
-                    async with asyncio.timeout(min(left, self.ledger.next_lapse() or left)):
-                        await self._ready.wait()
-                except TimeoutError:
-                    continue
+        while not (self.ledger.ready or self.finished or self.failed):
+            left = ends - time.monotonic()
+            if left <= 0:
+                return []
+            lapse = self.ledger.next_lapse()
+            try:
+                async with asyncio.timeout(left if lapse is None else min(left, lapse)):
+                    await self._pulse.wait()
+            except TimeoutError:
+                continue
         groups, again = self.ledger.lease(limit, self._home.config.lease_seconds)
         self._counters["redelivered"] += again
         self._changed.set()
         return groups
+
+    def release(self, groups: list[str]) -> None:
+        """End leases at once: the groups are READY again."""
+        self.ledger.release(groups)
+        self._notify()
 
     def acked(self, groups: list[str]) -> tuple[list[str], dict[str, int]]:
         """Take groups out of the ledger; returns those that were this run's, and the new counters to store."""
@@ -190,7 +199,8 @@ class Run:
                 if self.finished:
                     break
                 await self._changed.wait()
-        await self._notify()
+        await self._end_policy(policy)
+        self._notify()
 
     def _next_draws(self) -> list[Draw]:
         room = self.request.concurrent_groups - self._active
@@ -228,7 +238,7 @@ class Run:
         self._close(group, draw, rollouts)
         self._active -= 1
         self._changed.set()
-        await self._notify()
+        self._notify()
 
     def _close(self, group: str, draw: Draw, rollouts: list[Rollout]) -> None:
         size = self.request.group_size
@@ -244,9 +254,9 @@ class Run:
         self.last_error = f"group {group} dropped: {usable} of {size} rollouts usable, {needed} needed; {example}"
         self._home.emit("drop", group=group, task=draw.task, usable=usable, needed=needed)
 
-    async def _notify(self) -> None:
-        async with self._ready:
-            self._ready.notify_all()
+    def _notify(self) -> None:
+        self._pulse.set()
+        self._pulse = asyncio.Event()
 
     def _loop_ended(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
@@ -256,3 +266,4 @@ class Run:
             error = error.exceptions[0]
         self.last_error = f"the run ended by an error: {type(error).__name__}: {error}; restart the environment Space"
         self._home.emit("run_failed", run=self.name, error=self.last_error)
+        self._notify()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from pydantic_core import to_json
@@ -18,6 +18,7 @@ from sync.stores import open_store
 from ..config import EnvConfig
 from ..environments import ENVIRONMENTS, environment
 from .artifacts import CurriculumThread
+from .policy import Totals
 from .run import Home, Run
 from .stages import Pipeline
 from .store import RolloutStore, StoredRun
@@ -38,7 +39,7 @@ class RolloutService:
         self._threads = ThreadPoolExecutor(config.threads, thread_name_prefix="environment")
         emit = emitter("env", config.log)
         pipeline = Pipeline(config.stages)
-        self._home = Home(config, self.store, pipeline, self._threads, token, self.boot_id, emit)
+        self._home = Home(config, self.store, pipeline, self._threads, token, self.boot_id, Totals(), emit)
         self._runs: dict[str, Run] = {}
         self._curricula: dict[str, CurriculumThread] = {}
         self._restored = 0
@@ -120,8 +121,11 @@ class RolloutService:
             )
         return found
 
-    async def lease(self, name: str, limit: int, wait: float) -> bytes:
-        """A LeaseResponse as JSON. Raises InvalidRequest: 404 unknown run, 429 too many wait, 500 the run has failed."""
+    async def lease(self, name: str, limit: int, wait: float, gone: Callable[[], Awaitable[bool]]) -> bytes:
+        """A LeaseResponse as JSON; a caller that is `gone` by the end of its wait leases nothing.
+
+        Raises InvalidRequest: 404 unknown run, 429 too many wait, 500 the run failed.
+        """
         run = self.run(name)
         if self._waiting >= self.config.max_waiting:
             raise InvalidRequest(
@@ -130,6 +134,9 @@ class RolloutService:
         self._waiting += 1
         try:
             groups = await run.lease(limit, wait)
+            if groups and await gone():
+                run.release(groups)
+                groups = []
         finally:
             self._waiting -= 1
         if not groups and run.failed:
@@ -144,12 +151,14 @@ class RolloutService:
 
     def ack(self, groups: tuple[str, ...]) -> AckResponse:
         """Groups that need not come again; unknown and already acked ones are ignored and counted."""
-        counters, found = {}, []
-        for run in self._runs.values():
-            mine, count = run.acked(list(groups))
-            if mine:
-                found += mine
-                counters[run.name] = count
+        of_run: dict[str, list[str]] = {}
+        for group in groups:
+            of_run.setdefault(group.rsplit(".", 2)[0], []).append(group)
+        counters: dict[str, dict[str, int]] = {}
+        found: list[str] = []
+        for name in of_run.keys() & self._runs.keys():
+            mine, counters[name] = self._runs[name].acked(of_run[name])
+            found += mine
         if found:
             self.store.ack(found, counters, self.config.keep_rollouts)
         return AckResponse(changed=len(found), ignored=len(set(groups)) - len(found))
@@ -162,7 +171,7 @@ class RolloutService:
 
     def status(self, refused: int) -> ServiceStatus:
         """The process at a glance; `refused` counts requests that were refused before they came here."""
-        policies = [run.policy for run in self._runs.values() if run.policy is not None]
+        totals = self._home.totals
         return ServiceStatus(
             boot_id=self.boot_id,
             started_at=self._started_at,
@@ -172,9 +181,9 @@ class RolloutService:
             stage_active={stage.name: stage.active for stage in self._home.pipeline.all()},
             stage_seconds={stage.name: round(stage.seconds, 6) for stage in self._home.pipeline.all()},
             backpressure=any(run.backpressure for run in self._runs.values()),
-            calls=sum(p.calls for p in policies),
-            output_tokens=sum(p.output_tokens for p in policies),
-            policy_wait_seconds=round(sum(p.wait_seconds for p in policies), 6),
+            calls=totals.calls,
+            output_tokens=totals.output_tokens,
+            policy_wait_seconds=round(totals.wait_seconds, 6),
             refused_requests=self.refused + refused,
         )
 
@@ -186,7 +195,7 @@ class RolloutService:
                 url,
                 self.config.poll_seconds,
                 lambda identity, document: _in_loop(loop, run.curriculum, identity, document),
-                lambda text: _in_loop(loop, run.trouble, text),
+                lambda text: _in_loop(loop, run.curriculum_error, text),
             )
         run.start()
 

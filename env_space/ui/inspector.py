@@ -183,8 +183,7 @@ class _Page:
         except DeltawireError as error:
             gone = isinstance(error, InvalidRequest) and error.status == 404
             title = f"There is no rollout {name[:128]}" if gone else "The rollout cannot be read"
-            hint = " It may have been deleted to make room; choose another in the list." if gone else ""
-            return name, render.notice(title, str(error) + hint, "bad"), gr.update(visible=False), ""
+            return name, render.notice(title, str(error), "bad"), gr.update(visible=False), ""
         shown = gr.update(visible=True)
         return name, render.rollout(item, time.time()), shown, render.tokens(item, colour)
 

@@ -131,6 +131,7 @@ ul.dw-findings { margin:0 !important; padding:8px 10px 8px 26px !important; list
   #dw-detail { position:sticky; top:8px; max-height:calc(100vh - 16px); overflow:auto;
     flex-wrap:nowrap; }
 }
+#dw-detail > * { flex-shrink:0; }
 @media (max-width:700px) {
   .gradio-container main { padding:10px !important; }
   .dw-strip { display:flex; overflow-x:auto; scroll-snap-type:x mandatory; }

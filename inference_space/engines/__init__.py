@@ -1,1 +1,1 @@
-"""Engines: what holds the weights and samples tokens. `base.Engine` is the seam, `torch_engine` the first of them."""
+"""Engines hold the weights and sample tokens. `base.Engine` is the seam, `torch_engine` the first of them."""

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
+from sync.engine import EngineSink
 from sync.schema.base import Identity
 from sync.schema.calls import Sampling, ScoreSequence, VersionSpan
-
-TensorPatch = tuple[np.ndarray[Any, Any] | None, np.ndarray[Any, Any]]
-"""(flat indices, strictly increasing, or None for the whole tensor; values as raw bits of the checkpoint's dtype)."""
 
 
 class Call(NamedTuple):
@@ -39,11 +34,14 @@ class Scores(NamedTuple):
     logprobs: list[list[float]]
 
 
-class Engine(Protocol):
-    """Holds one version of the weights and samples from it; every method may be called from any thread.
+class Engine(EngineSink, Protocol):
+    """Holds one version of the weights and samples from it. Requests may come from any thread.
 
-    Between `pause` and `resume` no forward pass runs, requests stay queued or in flight, and only then `load`,
-    `apply` and `read` may be called. An engine starts paused, without weights.
+    Between `pause` and `resume` no forward pass runs and requests wait, queued or in flight; only then may `apply`
+    and `read` be called. `load` pauses by itself. An engine starts paused, without weights. Errors: `load` raises
+    ConfigError when it cannot serve this checkpoint and CorruptObject when it is damaged, `apply` InvalidPatch before
+    anything is written, `pause` PeerUnavailable at its deadline, all of them StopError after a failure. `resume`
+    computes again first what was computed with older weights.
     """
 
     @property
@@ -62,35 +60,18 @@ class Engine(Protocol):
         """Queue calls; the futures come in their order and may be cancelled.
 
         A call that is refused has a future that holds InvalidRequest; it does not touch the others. Raises
-        InvalidRequest (429 `overloaded`) when the queue cannot take them all, StopError after a failure.
+        InvalidRequest (429 `overloaded`) when the queue cannot take them all, PeerUnavailable before the first
+        `load`, StopError after a failure.
         """
 
     def score(self, sequences: Sequence[ScoreSequence], temperature: float) -> Future[Scores]:
         """Queue teacher forcing under one version of the weights.
 
-        Raises InvalidRequest when a sequence is refused or the queue is full, StopError after a failure.
+        Raises InvalidRequest when a sequence is refused or the queue is full, else as `generate`.
         """
-
-    def load(self, folder: Path, identity: Identity) -> None:
-        """Take the weights and tokenizer of a checkpoint folder, as private copies; stays paused.
-
-        Raises ConfigError when the engine cannot serve this checkpoint, CorruptObject when it is damaged.
-        """
-
-    def pause(self) -> None:
-        """Return when no forward pass runs. Raises PeerUnavailable when that takes too long."""
-
-    def apply(self, patches: Mapping[str, TensorPatch], identity: Identity) -> None:
-        """Scatter new values in place. Raises InvalidPatch before anything is written."""
-
-    def read(self, name: str, index: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
-        """The bits held at flat positions `index` of a checkpoint tensor (None: all of it, flat)."""
-
-    def resume(self) -> None:
-        """Go on; what was computed with older weights is computed again first."""
 
     def status(self) -> dict[str, float | int | str]:
-        """Counters: active, queued, output_tokens, prompt_tokens, tokens_per_second, steps, recomputed_tokens …"""
+        """Counters: active, queued, output_tokens, prompt_tokens, tokens_per_second (last seconds), steps, …"""
 
     def close(self) -> None:
         """Stop; calls not yet answered fail."""

@@ -1,7 +1,7 @@
 """The three passes over a model: prefill new rows, one decode step for all rows, teacher forcing.
 
-The language model head runs only on the positions asked for: a hook selects them before the projection, so that
-whatever the model does to logits afterwards (scaling, soft caps) still applies.
+The language model head runs only on the positions asked for: a hook selects them before the projection, so
+that whatever the model does to logits afterwards (scaling, soft caps) still applies.
 """
 
 from __future__ import annotations
@@ -19,16 +19,14 @@ Int64 = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Passes:
-    """A model with its slots. Every method returns float32 logits [n, vocabulary]; call them from one thread."""
+    """A model with its slots. Methods return float32 logits [n, vocabulary]; call them from one thread."""
 
     def __init__(self, model: Any, slots: int, max_len: int) -> None:
         self.model = model
         self.device = next(model.parameters()).device
         self.vocabulary = int(model.get_input_embeddings().weight.shape[0])
         self.cache = SlotCache(model.config.get_text_config().num_hidden_layers, slots, max_len)
-        renamed = (
-            "cache" in inspect.signature(model.forward).parameters
-        )  # transformers 5.24 renamed the argument
+        renamed = "cache" in inspect.signature(model.forward).parameters  # transformers 5.24 renamed the argument
         self._cache_name = "cache" if renamed else "past_key_values"
         self._selected: tuple[torch.Tensor, torch.Tensor] | None = None
         model.get_output_embeddings().register_forward_pre_hook(self._select)
@@ -77,9 +75,7 @@ class Passes:
     def _run(
         self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, cache: dict[str, SlotCache]
     ) -> torch.Tensor:
-        out = self.model(
-            input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=bool(cache), **cache
-        )
+        out = self.model(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=bool(cache), **cache)
         logits: torch.Tensor = out.logits
         return logits.reshape(-1, logits.shape[-1]).float()
 

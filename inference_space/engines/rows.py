@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from sync.schema.base import Identity
-from sync.schema.calls import Sampling, ScoreSequence, VersionSpan
+from sync.schema.calls import ScoreSequence, VersionSpan
 
 from .base import Generation, Scores
 
@@ -22,7 +22,7 @@ class Running:
     """One call under way. `limit` is the most output tokens; spans before `open_at` are closed."""
 
     prompt: list[int]
-    sampling: Sampling
+    temperature: float
     seed: int
     limit: int
     future: Future[Generation]
@@ -31,6 +31,7 @@ class Running:
     spans: list[VersionSpan] = field(default_factory=list)
     open_at: int = 0
     identity: Identity | None = None
+    stopped: bool = False
 
     @property
     def ids(self) -> list[int]:
@@ -45,10 +46,11 @@ class Running:
             self.open_at = end
         self.identity = identity
 
-    def finish(self, reason: str) -> None:
-        """Answer the call."""
+    def finish(self) -> None:
+        """Answer the call: finish reason `stop` after an end token (`stopped`), else `length`."""
         self.under(None)
         if self.future.set_running_or_notify_cancel():
+            reason = "stop" if self.stopped else "length"
             self.future.set_result(Generation(self.output, self.logprobs, tuple(self.spans), reason))
 
     def fail(self, error: Exception) -> None:
@@ -58,7 +60,7 @@ class Running:
 
 
 class Rows:
-    """The running sequences, row i of every array belonging to `running[i]`. Arrays have one entry per slot.
+    """The running sequences, row i of every array belonging to `sequences[i]`; one entry per slot.
 
     length: tokens whose keys are in the slot; last: the newest token, whose keys are not; count: output tokens.
     """
@@ -82,7 +84,7 @@ class Rows:
             self.count[row] = len(sequence.output)
             self.limit[row] = sequence.limit
             self.seed[row] = sequence.seed
-            self.temperature[row] = sequence.sampling.temperature
+            self.temperature[row] = sequence.temperature
         self.sequences.extend(sequences)
 
     def keep(self, rows: np.ndarray[Any, Any]) -> None:
@@ -99,7 +101,7 @@ class Rows:
 
 @dataclass(eq=False)
 class ScoreJob:
-    """One score request: `todo` are (sequence, from, to) ranges of positions in ids whose logprob is wanted."""
+    """One score request; `todo` holds (sequence, from, to): positions in ids whose logprob is wanted."""
 
     sequences: Sequence[ScoreSequence]
     temperature: float
@@ -122,8 +124,8 @@ class ScoreJob:
         )
 
     def batch(self, tokens: int) -> list[tuple[int, int, int]]:
-        """Take ranges whose padded prefixes have at most `tokens` tokens and that ask for at most `most` positions."""
-        taken, longest, wanted = [self.todo.popleft()], 0, 0
+        """Take ranges of at most `tokens` padded tokens in prefixes and at most `most` positions together."""
+        taken = [self.todo.popleft()]
         longest, wanted = taken[0][2], taken[0][2] - taken[0][1]
         while self.todo:
             _, start, end = self.todo[0]
@@ -132,6 +134,16 @@ class ScoreJob:
                 break
             taken.append(self.todo.popleft())
         return taken
+
+    def finish(self, scores: Scores) -> None:
+        """Answer the request."""
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_result(scores)
+
+    def fail(self, error: Exception) -> None:
+        """Refuse the request."""
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(error)
 
 
 class Meter:

@@ -1,36 +1,37 @@
-"""Sampling by inverse distribution with counter-based noise: one uniform number per call and output position."""
+"""Sampling by inverse distribution and counter-based noise: one uniform number per call and position."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
+_Array: TypeAlias = np.ndarray[Any, Any]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-def _mix(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _mix(x: _Array) -> _Array:
     """The output function of SplitMix64 (Steele, Lea, Flood 2014), on uint64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    mixed: _Array = x ^ (x >> np.uint64(31))
+    return mixed
 
 
-def uniforms(seeds: np.ndarray[Any, Any], counters: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Uniform float64 in [0, 1 - 2^-52], a function of (seed, counter) alone (uint64 arrays of one length)."""
+def uniforms(seeds: _Array, counters: _Array) -> _Array:
+    """Uniform float64 in [0, 1 - 2^-52], a function of (seed, counter) alone (uint64 arrays)."""
     stream = _mix(seeds + _GOLDEN) + _GOLDEN * (counters + np.uint64(1))
-    return (_mix(stream) >> np.uint64(12)).astype(np.float64) * 2.0**-52
+    found: _Array = (_mix(stream) >> np.uint64(12)).astype(np.float64) * 2.0**-52
+    return found
 
 
-def sample(
-    logits: torch.Tensor, temperature: torch.Tensor, noise: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def sample(logits: torch.Tensor, temperature: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token per row from softmax(logits / temperature), the full distribution.
 
-    logits: float32 [n, vocabulary]; temperature: float32 [n], 0 takes the most likely token; noise: float64 [n] in
-    [0, 1). Returns (ids int64 [n], logprobs float32 [n]): the natural log of each token's probability under the
-    distribution it was drawn from; for temperature 0 under temperature 1.
+    logits: float32 [n, vocabulary]; temperature: float32 [n], 0 takes the most likely token; noise: float64 [n]
+    in [0, 1). Returns (ids int64 [n], logprobs float32 [n]): the natural log of each token's probability under
+    the distribution it was drawn from; for temperature 0 under temperature 1.
     """
     greedy = temperature == 0
     scale = torch.where(greedy, 1.0, temperature)

@@ -1,4 +1,4 @@
-"""The KV cache of the torch engine: one preallocated row per running sequence, sequences at different lengths."""
+"""The KV cache of the torch engine: one preallocated row per running sequence, each at its own length."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 class Plan:
     """Where the pass under way writes: rows [first, first + n).
 
-    `positions` None is a prefill: all rows write from position 0 on and attend to nothing older. Else it is a decode
-    step: row i writes position `positions[i]` (int64 [n]) and attends to positions below `length`.
+    `positions` None is a prefill: all rows write from position 0 on and attend to nothing older. Else it is a
+    decode step: row i writes position `positions[i]` (int64 [n]) and attends to positions below `length`.
     """
 
     first: int = 0
@@ -75,7 +75,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class SlotCache(Cache):  # type: ignore[misc]
-    """All layers' slots. Rows 0..n-1 are the running sequences; `keep` closes the holes of those that left."""
+    """All layers' slots. Rows 0..n-1 are the running sequences; `keep` closes the holes of others."""
 
     def __init__(self, layers: int, slots: int, max_len: int) -> None:
         self.plan = Plan()

@@ -1,4 +1,4 @@
-"""A transformers model whose parameters are private copies of a checkpoint's bits, patched in place by name."""
+"""A transformers model whose parameters are private copies of a checkpoint's bits, patched by name."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from sync.engine import TensorPatch
 from sync.errors import ConfigError, CorruptObject, InvalidPatch
 from sync.safetensors_io import MappedState
 from sync.tensors import TensorSpec, unsigned
-
-from .base import TensorPatch
 
 _NATIVE = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _EXACT = {"BF16": (torch.float32, torch.bfloat16), "F16": (torch.float32,), "F32": (torch.float32,)}
@@ -21,7 +20,7 @@ _SIGNED = {2: torch.int16, 4: torch.int32}
 
 
 def to_tensor(bits: np.ndarray[Any, Any], dtype: str, compute: torch.dtype) -> torch.Tensor:
-    """A fresh tensor of type `compute` with the values that flat `bits` have in the checkpoint dtype `dtype`."""
+    """A fresh tensor of type `compute` with the values of flat `bits` of the checkpoint dtype `dtype`."""
     if dtype == "BF16" and compute == torch.float32:
         return torch.from_numpy((bits.astype(np.uint32) << np.uint32(16)).view(np.float32))
     signed = np.array(bits).view(np.int16 if dtype != "F32" else np.int32)
@@ -38,10 +37,10 @@ def to_bits(values: torch.Tensor, dtype: str) -> np.ndarray[Any, Any]:
 
 
 class Weights:
-    """The model of one checkpoint folder; `model` computes in `compute` dtype, the values are the published ones.
+    """The model of one checkpoint folder; `model` computes in dtype `compute`, its values are the published ones.
 
-    Raises ConfigError when transformers cannot hold exactly these tensors under their checkpoint names, CorruptObject
-    when the folder is not a checkpoint.
+    Raises ConfigError when transformers cannot hold exactly these tensors under their checkpoint names,
+    CorruptObject when the folder is not a checkpoint.
     """
 
     def __init__(self, folder: Path, *, dtype: str, device: str) -> None:
@@ -60,7 +59,7 @@ class Weights:
         self.fill(mapped)
 
     def same_shape(self, folder: Path) -> bool:
-        """True when `refill` can take the checkpoint in `folder`: same configuration, names, dtypes and shapes."""
+        """True when `refill` can take `folder`: same configuration, names, dtypes and shapes."""
         return _read_config(folder) == self.config_text and _open(folder).schema == self.schema
 
     def refill(self, folder: Path) -> None:
@@ -108,21 +107,14 @@ class Weights:
 
     def _check_name(self, name: str) -> None:
         if name not in self.schema:
-            raise InvalidPatch(
-                f"tensor {name!r} is not in the checkpoint that the engine loaded; load an anchor"
-            )
+            raise InvalidPatch(f"tensor {name!r} is not in the checkpoint that the engine loaded; load an anchor")
 
     def _check_index(self, name: str, index: np.ndarray[Any, Any] | None) -> None:
         if index is None or not index.size:
             return
-        if (
-            index.ndim != 1
-            or index[0] < 0
-            or index[-1] >= self.schema[name].size
-            or (np.diff(index) <= 0).any()
-        ):
+        if index.ndim != 1 or index[0] < 0 or index[-1] >= self.schema[name].size or (np.diff(index) <= 0).any():
             raise InvalidPatch(
-                f"tensor {name!r}: indices must strictly increase within 0..{self.schema[name].size - 1}, found "
+                f"tensor {name!r}: indices must rise strictly within 0..{self.schema[name].size - 1}, found "
                 f"{index.min()}..{index.max()}"
             )
 
@@ -149,18 +141,14 @@ def _open(folder: Path) -> MappedState:
 def _compute_dtype(setting: str, device: str, schema: Mapping[str, TensorSpec]) -> torch.dtype:
     odd = sorted(name for name, spec in schema.items() if spec.dtype not in _EXACT)
     if odd:
-        raise ConfigError(
-            f"the torch engine holds BF16, F16 and F32 tensors; {odd[0]!r} is {schema[odd[0]].dtype}"
-        )
+        raise ConfigError(f"the torch engine holds BF16, F16 and F32 tensors; {odd[0]!r} is {schema[odd[0]].dtype}")
     exact16 = all(spec.dtype == "BF16" for spec in schema.values())
     if setting == "auto":
         return torch.bfloat16 if device.startswith("cuda") and exact16 else torch.float32
     compute: torch.dtype = getattr(torch, setting)
     lossy = sorted(name for name, spec in schema.items() if compute not in _EXACT[spec.dtype])
     if lossy:
-        raise ConfigError(
-            f"dtype = {setting} cannot hold {lossy[0]!r} ({schema[lossy[0]].dtype}) exactly; set dtype = float32"
-        )
+        raise ConfigError(f"dtype = {setting} cannot hold {lossy[0]!r} ({schema[lossy[0]].dtype}) exactly; set float32")
     return compute
 
 
@@ -190,13 +178,23 @@ def _match(model: Any, schema: Mapping[str, TensorSpec]) -> dict[str, torch.Tens
             )
         flat[name] = held[name].detach().reshape(-1)
         if flat[name].data_ptr() != held[name].data_ptr():
-            raise ConfigError(
-                f"parameter {name!r} is not contiguous in {type(model).__name__}; cannot be patched"
-            )
+            raise ConfigError(f"parameter {name!r} is not contiguous in {type(model).__name__}; cannot be patched")
     covered = {tensor.data_ptr() for tensor in flat.values()}
     missing = [name for name, p in model.named_parameters() if p.numel() and p.data_ptr() not in covered]
     if missing:
-        raise ConfigError(
-            f"the checkpoint lacks {missing[0]!r} and {len(missing) - 1} other parameters of the model"
-        )
+        raise ConfigError(f"the checkpoint lacks {missing[0]!r} and {len(missing) - 1} other parameters of the model")
     return flat
+
+
+def end_ids(config: Any, tokenizer: Any, folder: Path) -> np.ndarray[Any, Any]:
+    """The ids that end a sequence (int64): the tokenizer's end token, the model's and the generation config's."""
+    from transformers import GenerationConfig
+
+    found = {tokenizer.eos_token_id}
+    sources = [config.get_text_config()]
+    if (folder / "generation_config.json").is_file():
+        sources.append(GenerationConfig.from_pretrained(folder))
+    for source in sources:
+        value = getattr(source, "eos_token_id", None)
+        found |= set(value) if isinstance(value, list) else {value}
+    return np.array(sorted(i for i in found if i is not None), dtype=np.int64)

@@ -1,0 +1,434 @@
+"""The torch engine against a plain transformers forward: exact logprobs, versions, limits, failures."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support_tiny import make_checkpoint
+
+from inference_space.engines.base import Call, Generation
+from inference_space.engines.forward import Passes
+from inference_space.engines.sampling import sample, uniforms
+from inference_space.engines.torch_engine import TorchEngine
+from sync.errors import ConfigError, CorruptObject, InvalidPatch, InvalidRequest, PeerUnavailable, StopError
+from sync.safetensors_io import MappedState
+from sync.schema.base import Identity
+from sync.schema.calls import Sampling, ScoreSequence
+
+pytestmark = pytest.mark.unit
+ONE, TWO = Identity(1, 0), Identity(1, 1)
+EMBED = "model.embed_tokens.weight"
+Make = Callable[..., TorchEngine]
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("one") / "checkpoint", seed=0)
+
+
+@pytest.fixture(scope="module")
+def second(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("two") / "checkpoint", seed=1)
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Engines with small limits, closed at the end; `folder` is loaded and running unless `running` is False."""
+    engines = []
+
+    def build(folder: Path | None = None, *, running: bool = True, **settings: Any) -> TorchEngine:
+        engine = TorchEngine(**({"max_slots": 32, "max_len": 512, "max_queued": 256, "pause_seconds": 60} | settings))
+        engines.append(engine)
+        if folder is not None:
+            engine.load(folder, ONE)
+            if running:
+                engine.resume()
+        return engine
+
+    yield build
+    for engine in engines:
+        engine.close()
+
+
+def reference(folder: Path, ids: Sequence[int], start: int, temperature: float = 1.0) -> list[float]:
+    """Logprobs of ids[start:] from a plain forward pass in float32."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        logits = model(torch.tensor([list(ids)])).logits[0, :-1] / temperature
+    logprobs = torch.log_softmax(logits, -1).gather(1, torch.tensor(list(ids)[1:])[:, None])[:, 0]
+    return [float(x) for x in logprobs[start - 1 :]]
+
+
+def prompts(n: int, seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, 300, int(rng.integers(1, 60))).tolist() for _ in range(n)]
+
+
+def ask(engine: TorchEngine, ids: Sequence[Sequence[int]], **sampling: Any) -> list[Generation]:
+    seed = sampling.pop("seed", 0)
+    calls = [Call(p, Sampling(seed=seed + i, **sampling)) for i, p in enumerate(ids)]
+    return [future.result(60) for future in engine.generate(calls)]
+
+
+def patches(old: Path, new: Path, *, sparse: bool = True) -> dict[str, Any]:
+    before, after = MappedState(old / "model.safetensors").state, MappedState(new / "model.safetensors").state
+    found: dict[str, Any] = {}
+    for name, bits in after.items():
+        index = np.flatnonzero(bits.reshape(-1) != before[name].reshape(-1))
+        values = np.array(bits.reshape(-1))
+        found[name] = (index, values[index]) if sparse and "mlp" in name else (None, values)
+    return found
+
+
+def everything(engine: TorchEngine, names: Sequence[str]) -> dict[str, Any]:
+    engine.pause()
+    found = {name: engine.read(name, None) for name in names}
+    engine.resume()
+    return found
+
+
+def close_to(found: Sequence[float], wanted: Sequence[float], tolerance: float = 1e-4) -> None:
+    assert len(found) == len(wanted)
+    assert max(abs(a - b) for a, b in zip(found, wanted, strict=True)) < tolerance
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 3.0])
+def test_logprobs_equal_teacher_forcing_in_mixed_batches(
+    make: Make, tmp_path: Path, tied: bool, temperature: float
+) -> None:
+    folder = make_checkpoint(tmp_path / "c", seed=3, tied=tied)
+    engine, asked = make(folder, max_slots=8), prompts(20)
+    for ids, made in zip(asked, ask(engine, asked, max_tokens=12, temperature=temperature), strict=True):
+        close_to(made.logprobs, reference(folder, ids + made.output_ids, len(ids), temperature))
+        assert made.spans[0].version == "0@1"
+        assert (made.spans[0].start, made.spans[0].end, len(made.spans)) == (0, len(made.output_ids), 1)
+
+
+def test_temperature_zero_takes_the_most_likely_token_and_reports_temperature_one(make: Make, first: Path) -> None:
+    engine, ids = make(first), prompts(1)[0]
+    made = ask(engine, [ids], max_tokens=8, temperature=0.0)[0]
+    close_to(made.logprobs, reference(first, ids + made.output_ids, len(ids)))
+    assert ask(engine, [ids], max_tokens=8, temperature=0.0, seed=9)[0].output_ids == made.output_ids
+
+
+def test_a_seeded_call_repeats_whatever_runs_beside_it(make: Make, first: Path) -> None:
+    engine, asked = make(first, max_slots=5), prompts(16)
+    crowd = ask(engine, asked, max_tokens=20, seed=100)
+    alone = [ask(engine, [ids], max_tokens=20, seed=100 + i)[0] for i, ids in enumerate(asked)]
+    assert [m.output_ids for m in alone] == [m.output_ids for m in crowd]
+    assert ask(engine, asked, max_tokens=20, seed=500) != crowd
+
+
+def test_sequences_of_any_length_join_and_leave_at_every_step(make: Make, first: Path) -> None:
+    engine, asked = make(first, max_slots=3, prefill_tokens=64), prompts(24, seed=5)
+    end = engine.tokenizer.eos_token_id
+    calls = [Call(p, Sampling(max_tokens=1 + i % 7, seed=i)) for i, p in enumerate(asked)]
+    for ids, call, future in zip(asked, calls, engine.generate(calls), strict=True):
+        made = future.result(60)
+        close_to(made.logprobs, reference(first, ids + made.output_ids, len(ids)))
+        full = len(made.output_ids) == call.sampling.max_tokens
+        assert made.finish_reason == "length" if full and made.output_ids[-1] != end else "stop"
+    status = engine.status()
+    assert (status["active"], status["queued"]) == (0, 0)
+    assert status["prompt_tokens"] == sum(map(len, asked))
+
+
+def test_the_end_token_ends_a_call_and_belongs_to_the_output(make: Make, first: Path) -> None:
+    engine = make(first)
+    end = engine.tokenizer.eos_token_id
+    made = [m for m in ask(engine, prompts(32), max_tokens=400, temperature=3.0) if m.finish_reason == "stop"]
+    assert made
+    assert all(m.output_ids.index(end) == len(m.output_ids) - 1 for m in made)
+
+
+def test_output_ends_at_max_len(make: Make, first: Path) -> None:
+    engine = make(first, max_len=24)
+    made = ask(engine, [[5] * 20], max_tokens=100, temperature=0.0)[0]
+    assert (len(made.output_ids), made.finish_reason) == (4, "length")
+
+
+def test_noise_on_a_grid_gives_every_token_its_share() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0, -30.0, 0.5]]).repeat(10_000, 1)
+    noise = (torch.arange(10_000, dtype=torch.float64) + 0.5) / 10_000
+    ids, logprobs = sample(logits, torch.full((10_000,), 2.0), noise)
+    wanted = torch.softmax(logits[0] / 2, -1)
+    share = torch.bincount(ids, minlength=5) / 10_000
+    assert torch.allclose(share, wanted, atol=2e-4)
+    assert torch.allclose(logprobs, wanted.log()[ids], atol=1e-5)
+
+
+def test_extreme_noise_never_draws_an_impossible_token() -> None:
+    logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]]).repeat(2, 1)
+    ids, _ = sample(logits, torch.ones(2), torch.tensor([0.0, 1 - 2.0**-52], dtype=torch.float64))
+    assert ids.tolist() == [1, 2]
+
+
+def test_uniforms_are_spread_and_depend_on_seed_and_counter() -> None:
+    seeds = np.repeat(np.arange(100, dtype=np.uint64), 100)
+    found = uniforms(seeds, np.tile(np.arange(100, dtype=np.uint64), 100))
+    assert len(np.unique(found)) == 10_000
+    assert found.min() >= 0
+    assert found.max() < 1
+    assert np.abs(np.histogram(found, bins=10, range=(0, 1))[0] - 1000).max() < 150
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_new_weights_under_running_calls_are_exact_and_named(make: Make, first: Path, second: Path) -> None:
+    engine, asked = make(first, max_slots=6), prompts(12)
+    calls = [Call(p, Sampling(max_tokens=300, seed=i)) for i, p in enumerate(asked)]
+    futures = engine.generate(calls)
+    wait_until(lambda: int(engine.status()["output_tokens"]) > 60)
+    engine.pause()
+    before = engine.status()["output_tokens"]
+    change = patches(first, second)
+    engine.apply(change, TWO)
+    for name, (index, values) in change.items():
+        assert np.array_equal(engine.read(name, index), values)
+    assert engine.status()["output_tokens"] == before
+    engine.resume()
+    mixed = 0
+    for ids, future in zip(asked, futures, strict=True):
+        made = future.result(60)
+        for span in made.spans:
+            folder = {"0@1": first, "1@1": second}[span.version]
+            wanted = reference(folder, ids + made.output_ids, len(ids))[span.start : span.end]
+            close_to(made.logprobs[span.start : span.end], wanted)
+        mixed += len(made.spans) == 2
+    assert mixed
+    assert int(engine.status()["recomputed_tokens"]) > 0
+
+
+def test_a_reload_under_running_calls_is_exact_too(make: Make, first: Path, second: Path) -> None:
+    engine, ids = make(first), prompts(1)[0]
+    future = engine.generate([Call(ids, Sampling(max_tokens=400, seed=1, temperature=0.2))])[0]
+    wait_until(lambda: int(engine.status()["output_tokens"]) > 3)
+    engine.load(second, TWO)
+    engine.resume()
+    made = future.result(60)
+    wanted = [reference(f, ids + made.output_ids, len(ids), 0.2) for f in (first, second)]
+    for span, lps in zip(made.spans, wanted, strict=True):
+        close_to(made.logprobs[span.start : span.end], lps[span.start : span.end])
+
+
+def test_calls_wait_while_the_engine_is_paused(make: Make, first: Path) -> None:
+    engine = make(first, running=False)
+    future = engine.generate([Call([5, 6], Sampling(max_tokens=2))])[0]
+    assert engine.status()["queued"] == 1
+    assert not future.done()
+    engine.resume()
+    assert future.result(60).output_ids
+
+
+def test_the_engine_never_aliases_the_checkpoint_file(make: Make, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "c")
+    for dtype in ("float32", "bfloat16"):
+        engine = make(folder, dtype=dtype)
+        sequence = ScoreSequence(ids=tuple(prompts(1)[0] + [7, 8]))
+        mapped = MappedState(folder / "model.safetensors", writable=True)
+        names = list(mapped.schema)
+        before, scores = everything(engine, names), engine.score([sequence], 1.0).result(60)
+        for bits in mapped.state.values():
+            bits[...] ^= 0x0101
+        mapped.flush()
+        assert all(np.array_equal(before[name], held) for name, held in everything(engine, names).items())
+        assert engine.score([sequence], 1.0).result(60) == scores
+
+
+def test_tied_weights_stay_tied(make: Make, first: Path) -> None:
+    engine = make(first, running=False)
+    new = np.full(engine.read(EMBED, None).shape, 0x3E00, dtype=np.uint16)
+    engine.apply({EMBED: (None, new)}, TWO)
+    engine.resume()
+    made = ask(engine, [[5, 6]], max_tokens=1)[0]
+    close_to(made.logprobs, [-np.log(len(engine.tokenizer))], 1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bits_are_held_exactly_whatever_they_are(make: Make, first: Path, dtype: str) -> None:
+    engine = make(first, running=False, dtype=dtype)
+    index = np.arange(5, dtype=np.int32)
+    odd = np.array([0x8000, 0x7F80, 0xFFC1, 0x0001, 0x7FBF], dtype=np.uint16)  # −0, ∞, NaN payloads, subnormal
+    engine.apply({EMBED: (index, odd)}, TWO)
+    assert np.array_equal(engine.read(EMBED, index), odd)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"lm_head.bias": (None, np.zeros(1, dtype=np.uint16))},
+        {EMBED: (np.array([0, 10**7]), np.zeros(2, dtype=np.uint16))},
+        {EMBED: (np.array([-1, 3]), np.zeros(2, dtype=np.uint16))},
+        {EMBED: (np.array([3, 3]), np.zeros(2, dtype=np.uint16))},
+        {EMBED: (np.array([1, 3]), np.zeros(3, dtype=np.uint16))},
+        {EMBED: (np.array([1, 3]), np.zeros(2, dtype=np.uint32))},
+        {EMBED: (None, np.zeros(3, dtype=np.uint16))},
+    ],
+)
+def test_a_wrong_patch_is_refused_before_anything_is_written(make: Make, first: Path, bad: dict[str, Any]) -> None:
+    engine = make(first, running=False)
+    before = engine.read("model.norm.weight", None)
+    good = {"model.norm.weight": (None, np.zeros(before.shape, dtype=np.uint16))}
+    with pytest.raises(InvalidPatch):
+        engine.apply({**good, **bad}, TWO)
+    assert np.array_equal(engine.read("model.norm.weight", None), before)
+
+
+def test_weights_are_not_touched_while_passes_may_run(make: Make, first: Path) -> None:
+    engine = make(first)
+    with pytest.raises(StopError, match="between pause and resume"):
+        engine.apply({}, TWO)
+
+
+@pytest.mark.parametrize("prefill", [16, 4096])
+def test_scores_equal_teacher_forcing(make: Make, first: Path, prefill: int) -> None:
+    engine = make(first, prefill_tokens=prefill)
+    asked = [([*ids, 9, 10], 1 + i % len(ids)) for i, ids in enumerate(prompts(12))]
+    scores = engine.score([ScoreSequence(ids=tuple(ids), start=s) for ids, s in asked], 0.7).result(60)
+    assert scores.identity == ONE
+    for (ids, start), found in zip(asked, scores.logprobs, strict=True):
+        close_to(found, reference(first, ids, start, 0.7))
+
+
+@pytest.mark.parametrize(
+    ("ids", "code"),
+    [([], "empty_prompt"), ([5] * 64, "prompt_too_long"), ([5, 10**6], "unknown_token")],
+)
+def test_a_refused_call_fails_alone(make: Make, first: Path, ids: list[int], code: str) -> None:
+    engine = make(first, max_len=64)
+    bad, good = engine.generate([Call(ids, Sampling()), Call([5], Sampling(max_tokens=3))])
+    error = bad.exception(60)
+    assert isinstance(error, InvalidRequest)
+    assert error.code == code
+    assert good.result(60).output_ids
+
+
+def test_wrong_scores_are_refused(make: Make, first: Path) -> None:
+    engine = make(first, max_len=8)
+    for ids, start, match in (((5,) * 9, 1, "max_len"), ((5, 6), 2, "not a position"), ((5, 10**6), 1, "vocabulary")):
+        with pytest.raises(InvalidRequest, match=match):
+            engine.score([ScoreSequence(ids=ids, start=start)], 1.0)
+
+
+def test_a_full_queue_takes_none_of_a_batch(make: Make, first: Path) -> None:
+    engine = make(first, running=False, max_queued=3)
+    kept = engine.generate([Call([5], Sampling(max_tokens=1))] * 2)
+    with pytest.raises(InvalidRequest, match="max_queued") as caught:
+        engine.generate([Call([5], Sampling(max_tokens=1))] * 2)
+    assert (caught.value.status, caught.value.code) == (429, "overloaded")
+    with pytest.raises(InvalidRequest, match="max_queued"):
+        engine.score([ScoreSequence(ids=(5, 6))] * 2, 1.0)
+    engine.resume()
+    assert all(future.result(60).output_ids for future in kept)
+
+
+def test_a_cancelled_call_leaves_and_the_others_go_on(make: Make, first: Path) -> None:
+    engine = make(first, running=False)
+    gone, stays = engine.generate([Call([5], Sampling(max_tokens=400, seed=1)), Call([6], Sampling(max_tokens=9))])
+    engine.resume()
+    assert gone.cancel()
+    assert stays.result(60).output_ids
+    wait_until(lambda: engine.status()["active"] == 0)
+    assert gone.cancelled()
+
+
+def test_weights_that_give_nan_fail_their_calls_and_leave_no_trace(make: Make, first: Path, second: Path) -> None:
+    engine, asked = make(first, running=False), prompts(4)
+    norm = engine.read("model.norm.weight", None)
+    spoiled = {"model.norm.weight": (None, np.full(norm.shape, 0x7FC0, dtype=np.uint16))}
+    engine.apply(spoiled, TWO)
+    engine.resume()
+    for future in engine.generate([Call(p, Sampling(max_tokens=4)) for p in asked]):
+        with pytest.raises(InvalidRequest, match="1@1 gives logits that are not finite"):
+            future.result(60)
+    with pytest.raises(InvalidRequest, match="not finite"):
+        engine.score([ScoreSequence(ids=(5, 6))], 1.0).result(60)
+    engine.pause()
+    engine.apply({"model.norm.weight": (None, norm)}, Identity(1, 2))
+    engine.resume()
+    for ids, made in zip(asked, ask(engine, asked, max_tokens=6), strict=True):
+        close_to(made.logprobs, reference(first, ids + made.output_ids, len(ids)))
+
+
+def test_a_dead_scheduler_fails_everything_with_its_reason(
+    make: Make, first: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(first, running=False)
+
+    def broken(*_: object) -> torch.Tensor:
+        raise MemoryError("no room for this step")
+
+    monkeypatch.setattr(Passes, "decode", broken)
+    futures: list[Future[Any]] = [*engine.generate([Call([5], Sampling(max_tokens=9))] * 3)]
+    futures.append(engine.score([ScoreSequence(ids=(5, 6))], 1.0))
+    engine.resume()
+    for future in futures:
+        with pytest.raises(StopError, match="no room for this step"):
+            future.result(60)
+    assert "MemoryError" in engine.failure
+    for attempt in (lambda: engine.generate([Call([5], Sampling())]), engine.pause):
+        with pytest.raises(StopError, match="no room"):
+            attempt()
+
+
+def test_calls_before_the_first_weights_are_told_to_wait(make: Make) -> None:
+    engine = make()
+    with pytest.raises(PeerUnavailable, match="/ready"):
+        engine.generate([Call([5], Sampling())])
+
+
+def test_closing_fails_what_waits(make: Make, first: Path) -> None:
+    engine = make(first, running=False)
+    future = engine.generate([Call([5], Sampling())])[0]
+    engine.close()
+    with pytest.raises(PeerUnavailable, match="shutting down"):
+        future.result(60)
+
+
+def test_another_shape_fails_what_runs_on_the_old_model(make: Make, first: Path, tmp_path: Path) -> None:
+    engine = make(first, running=False)
+    future = engine.generate([Call([5], Sampling())])[0]
+    other = make_checkpoint(tmp_path / "c", num_hidden_layers=1)
+    engine.load(other, TWO)
+    engine.resume()
+    with pytest.raises(InvalidRequest, match="changed its shape"):
+        future.result(60)
+    made = ask(engine, [[5, 6]], max_tokens=3)[0]
+    close_to(made.logprobs, reference(other, [5, 6, *made.output_ids], 2))
+
+
+def test_checkpoints_that_cannot_be_served_exactly_are_refused(make: Make, first: Path, tmp_path: Path) -> None:
+    sliding = make_checkpoint(tmp_path / "s", layer_types=["sliding_attention"] * 2, use_sliding_window=True)
+    deeper = make_checkpoint(tmp_path / "d", num_hidden_layers=3)
+    (deeper / "model.safetensors").write_bytes((first / "model.safetensors").read_bytes())
+    (tmp_path / "empty").mkdir()
+    engine = make()
+    for folder, error, match in (
+        (sliding, ConfigError, "full attention"),
+        (deeper, ConfigError, "lacks"),
+    ):
+        with pytest.raises(error, match=match):
+            engine.load(folder, ONE)
+    (deeper / "model.safetensors").write_bytes(b"x" * 100)
+    with pytest.raises(CorruptObject):
+        engine.load(deeper, ONE)
+    with pytest.raises(StopError):
+        engine.resume()
+    engine.load(first, ONE)
+    engine.resume()
+    assert ask(engine, [[5]], max_tokens=1)[0].output_ids

@@ -1,0 +1,173 @@
+"""`deltawire demo`: inference, environment and trainer as three processes on loopback, one bucket folder for all."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
+from typing import Any, Self
+
+from sync.errors import ConfigError, PeerUnavailable
+from sync.schema.calls import SyncStatus
+from sync.schema.rollouts import ServiceStatus
+from sync.settings import TOKEN_VARIABLE
+
+from .demo_view import DemoView, table
+from .peers import Peer
+
+START_SECONDS = 120.0
+STOP_SECONDS = 15.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the demo's flags."""
+    parser.add_argument("--steps", type=int, default=220, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of everything (default: %(default)s)")
+    parser.add_argument("--env", default="guess", help="environment: guess or sort (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for all results (%(default)s)")
+    parser.add_argument("--keep-open", action="store_true", help="keep the Spaces and the inspector up at the end")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demo; 0 when training ended. Raises ConfigError when a process could not be started or died."""
+    if args.steps < 1:
+        raise ConfigError(f"--steps is {args.steps}; it must be at least 1")
+    out: Path = args.out.absolute()
+    bucket = out / "bucket"
+    if bucket.exists() and any(bucket.iterdir()):
+        _set_aside(out)
+    out.mkdir(parents=True, exist_ok=True)
+    token = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(16)
+    bucket.mkdir(exist_ok=True)
+    with ExitStack() as stack:
+        crew = stack.enter_context(_Crew(out, token))
+        env_url = crew.space("env", f'folder = "{out}/env"\nlog = "json"\n')
+        policy_url = crew.space("inference", f'run = "file://{bucket}"\nfolder = "{out}/mirror"\nlog = "json"\n')
+        trainer = crew.start("train", _train_settings(args, out, bucket, env_url, policy_url))
+        inspector = f"{env_url}/?key={token}"
+        view = stack.enter_context(DemoView(inspector, args.steps))
+        peers = [stack.enter_context(closing(Peer(url, token, seconds=5.0))) for url in (policy_url, env_url)]
+        _watch(crew, trainer, out / "train.log", view, peers)
+        summary = json.loads((out / "summary.json").read_text())
+        view.close()
+        print(table(summary, out))
+        if args.keep_open:
+            print(f"inspector: {inspector}   (Ctrl-C stops everything)")
+            with suppress(KeyboardInterrupt):
+                signal.pause()
+    return 0
+
+
+def _set_aside(out: Path) -> None:
+    """A run folder that holds a run already is renamed, never mixed with a new one."""
+    for n in range(1, 10_000):
+        old = out.with_name(f"{out.name}.{n}")
+        if not old.exists():
+            out.rename(old)
+            return
+    raise ConfigError(f"{out}: ten thousand older runs beside it; remove some or choose another --out")
+
+
+def _train_settings(args: argparse.Namespace, out: Path, bucket: Path, env_url: str, policy_url: str) -> str:
+    settings: dict[str, Any] = {
+        "run": f"file://{bucket}", "environment": args.env, "env_urls": [env_url], "policy_url": policy_url,
+        "out": str(out), "steps": args.steps, "seed": args.seed, "log": "json",
+    }  # fmt: skip
+    text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items())
+    return text + PRESETS.get(args.env, "")
+
+
+PRESETS = {
+    "sort": "learning_rate = 4e-4\ngroups_per_step = 16\ngroup_size = 16\nconcurrent_groups = 20\nready_groups = 20\n"
+    "[warm_start]\nsteps = 600\n",
+}
+"""Settings that an environment's tiny policy learns well with, where they are not the defaults."""
+
+
+class _Crew:
+    """The child processes: started with a settings file and a log each, ended in reverse order, by pid."""
+
+    def __init__(self, out: Path, token: str) -> None:
+        self._out, self._token = out, token
+        self._children: list[tuple[str, subprocess.Popen[bytes]]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        children = [child for _, child in reversed(self._children)]
+        for child in children:
+            if child.poll() is None:
+                child.terminate()
+        for child in children:
+            try:
+                child.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+
+    def start(self, role: str, settings: str) -> subprocess.Popen[bytes]:
+        """Start `deltawire ROLE --config …`; its event lines go to ROLE.log."""
+        config = self._out / f"{role}.toml"
+        config.write_text(settings)
+        environ = os.environ | {
+            TOKEN_VARIABLE: self._token,
+            "OMP_NUM_THREADS": "1",
+            "GRADIO_ANALYTICS_ENABLED": "False",
+        }
+        with (self._out / f"{role}.log").open("wb") as log:
+            child = subprocess.Popen(  # noqa: S603 - our own program
+                [sys.executable, "-m", "deltawire", role, "--config", str(config)],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environ, start_new_session=True,
+            )  # fmt: skip
+        self._children.append((role, child))
+        return child
+
+    def space(self, role: str, settings: str) -> str:
+        """Start a Space on a port that the system chooses; returns its URL once it listens."""
+        ready = self._out / f"{role}.json"
+        ready.unlink(missing_ok=True)
+        self.start(role, settings + f'ready_file = "{ready}"\n')
+        give_up = time.monotonic() + START_SECONDS
+        while not ready.exists():
+            self.check()
+            if time.monotonic() > give_up:
+                raise PeerUnavailable(f"{role} did not listen within {START_SECONDS:.0f} s; see {self._out}/{role}.log")
+            time.sleep(0.05)
+        return str(json.loads(ready.read_text())["url"])
+
+    def check(self) -> None:
+        """Raise ConfigError with the end of its log when a Space has died."""
+        for role, child in self._children:
+            code = child.poll()
+            if code is not None and (role != "train" or code != 0):
+                tail = (self._out / f"{role}.log").read_text(errors="replace").strip().splitlines()[-3:]
+                raise ConfigError(
+                    f"{role} ended with status {code}; end of {self._out}/{role}.log:\n  " + "\n  ".join(tail)
+                )
+
+
+def _watch(crew: _Crew, trainer: subprocess.Popen[bytes], log: Path, view: DemoView, peers: list[Peer]) -> None:
+    """Show the trainer's events and the Spaces' counters until the trainer ends."""
+    policy, env = peers
+    asked = 0.0
+    with log.open() as lines:
+        while True:
+            ended = trainer.poll() is not None
+            for line in lines:
+                view.event(line)
+            crew.check()
+            if ended:
+                return
+            if time.monotonic() - asked > 1.0:
+                asked = time.monotonic()
+                with suppress(PeerUnavailable):  # one look less on the screen; a Space that died is seen by check()
+                    view.spaces(policy.get("/sync/status", SyncStatus), env.get("/v1/status", ServiceStatus))
+            time.sleep(0.1)

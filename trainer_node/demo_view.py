@@ -1,0 +1,140 @@
+"""What the demo shows: a live line on a terminal, plain lines elsewhere, and the table at the end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from sync.schema.calls import SyncStatus
+from sync.schema.rollouts import ServiceStatus
+
+PLAIN_EVERY = 20
+
+
+class DemoView:
+    """Shows event lines of the trainer and counters of the Spaces while the demo runs."""
+
+    def __init__(self, inspector: str, steps: int) -> None:
+        self._console = Console(highlight=False)
+        self._inspector, self._steps = inspector, steps
+        self._spaces: dict[str, Any] = {}
+        self._progress = Progress(
+            TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.completed}/{task.total}"),
+            TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[facts]}"),
+            console=self._console, disable=not self._console.is_terminal,
+        )  # fmt: skip
+        self._bars: dict[str, TaskID] = {}
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        self.say(f"inspector  {self._inspector}")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the live display."""
+        self._progress.stop()
+
+    def say(self, text: str) -> None:
+        """Print a line above the live display."""
+        self._console.print(text, soft_wrap=True)
+
+    def spaces(self, policy: SyncStatus, env: ServiceStatus) -> None:
+        """Note the Spaces' counters for the next refresh."""
+        training = [r for r in env.runs if r.purpose == "training"]
+        self._spaces = {
+            "tok/s": policy.engine.get("tokens_per_second", 0),
+            "served": policy.version,
+            "ready": sum(r.groups_ready for r in training),
+            "checks": policy.digest_checks,
+        }
+
+    def event(self, line: str) -> None:
+        """Show one line of the trainer's log; lines that are no events are kept in the log only."""
+        try:
+            event = json.loads(line)
+        except ValueError:
+            return
+        if not isinstance(event, dict):
+            return
+        handler = {"warm_start": self._warm, "step": self._step, "evaluated": self._evaluated}.get(
+            event.get("event", "")
+        )
+        if handler is not None:
+            handler(event)
+
+    def _bar(self, name: str, total: int, done: int, facts: str, *, plain: bool) -> None:
+        if name not in self._bars:
+            self._bars[name] = self._progress.add_task(name, total=total, facts="")
+        self._progress.update(self._bars[name], completed=done, facts=facts)
+        if plain and not self._console.is_terminal:
+            self.say(f"{name}  {done}/{total}  {facts}")
+
+    def _warm(self, event: dict[str, Any]) -> None:
+        step, steps = event["step"], event["steps"]
+        self._bar("warm start", steps, step, f"loss {event['loss']:.3f}", plain=step == steps)
+
+    def _evaluated(self, event: dict[str, Any]) -> None:
+        self.say(
+            f"evaluation {event['when']} training: success {event['success']:.1%}, reward {event['reward']:.3f} "
+            f"({event['episodes']} fixed episodes, weights {event['version']})"
+        )
+
+    def _step(self, event: dict[str, Any]) -> None:
+        step, wait = event["step"], event.get("wait_s", 0.0)
+        facts = (
+            f"reward {event.get('reward', 0):+.2f}  version {event['version']}  "
+            f"delta {event['delta_bytes'] / 1e3:.0f} kB of {event['full_bytes'] / 1e3:.0f} kB  "
+            f"staleness {event.get('staleness', 0):.1f}  wait {wait:.2f} s  queue {event['queue']}"
+        )
+        if self._spaces:
+            facts += f"+{self._spaces['ready']}g  {self._spaces['tok/s']:.0f} tok/s"
+        self._bar("train", event["steps"], step, facts, plain=step % PLAIN_EVERY == 0 or step == event["steps"])
+
+
+def table(summary: dict[str, Any], out: Path) -> str:
+    """The result table as text."""
+    grid = Table(title="deltawire demo", show_header=False, title_justify="left")
+    grid.add_column()
+    grid.add_column(justify="right")
+    full = summary["full_copy_bytes"]
+    rows = [
+        ("success before → after", f"{summary['success_before']:.1%} → {summary['success_after']:.1%}"),
+        ("reward before → after", f"{summary['reward_before']:.3f} → {summary['reward_after']:.3f}"),
+        ("fixed evaluation episodes", str(summary["evaluation_episodes"])),
+        ("optimizer steps, versions published", f"{summary['steps']}, {summary['versions']}"),
+        ("curriculum versions", str(summary["curriculum_versions"])),
+        ("full copy of the weights", f"{full:,} B"),
+        (f"delta at lr {summary['delta_learning_rate']:g} (this demo)", _size(summary, "delta", full)),
+    ]
+    if summary["sparse_delta_bytes_mean"] is not None:
+        label = f"delta at lr {summary['sparse_delta_learning_rate']:g} ({summary['sparse_delta_steps']} steps)"
+        rows.append((label, _size(summary, "sparse_delta", full)))
+    rows += [
+        ("state digest checks, failed", f"{summary['digest_checks']}, {summary['digest_failures']}"),
+        ("steps per second", f"{summary['steps_per_second']:.2f}"),
+        ("time", f"{summary['total_seconds']:.0f} s"),
+    ]
+    for row in rows:
+        grid.add_row(*row)
+    console = Console(width=100, highlight=False)
+    with console.capture() as capture:
+        console.print(grid)
+    note = (
+        "A model this small needs a large learning rate, so most values change every step and the deltas above are\n"
+        "dense. At the rates that large models train with few values change: the second figure, same model.\n"
+    )
+    return capture.get() + note + f"results: {out}/summary.json"
+
+
+def _size(summary: dict[str, Any], prefix: str, full: int) -> str:
+    mean, share = summary[f"{prefix}_bytes_mean"], summary[f"{prefix}_changed_share"]
+    return f"{mean:,.0f} B = {mean / full:.1%} of a full copy ({share:.1%} of the values changed)"
