@@ -70,6 +70,8 @@ class EnvConfig(Settings):
     """Groups of one run that may be leased; beyond it no new group starts."""
     max_runs: int = Field(default=64, ge=1, le=4_096)
     """Runs that may be rolled at once."""
+    max_stored_runs: int = Field(default=4_096, ge=1, le=65_536)
+    """Runs that the folder may hold, ended ones included."""
     max_waiting: int = Field(default=256, ge=1, le=65_536)
     """Lease requests that may wait at once."""
     threads: int = Field(default=16, ge=1, le=1_024)

@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from sync.asgi import App, Guard
 from sync.errors import DeltawireError, InvalidRequest, PeerUnavailable, RejectError, RetryError, StopError
@@ -30,8 +31,9 @@ from sync.schema.calls import (
 
 from .engines.base import Call, Engine, Generation
 from .openai_chat import ChatRequest, chat_answer, chat_call, openai_error
-from .render import render
+from .render import render, text_of
 
+_KNOWN = "GET /health /ready /sync/status /v1/models, POST /sync/poke /v1/generate /v1/score /v1/chat/completions"
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 
@@ -79,6 +81,7 @@ def create_app(
     app.add_exception_handler(DeltawireError, _on_error)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(ClientGoneError, _on_gone)
+    app.add_exception_handler(ClientDisconnect, _on_gone)
     app.add_exception_handler(Exception, _on_bug)
     return Guard(app, token=token, max_body=max_body_bytes, public=frozenset({"/health"}))
 
@@ -191,7 +194,7 @@ class _Routes:
             "logprobs": made.logprobs,
             "weight_versions": made.spans,
             "finish_reason": made.finish_reason,
-            "text": text_of(self._engine.tokenizer, made),
+            "text": text_of(self._engine.tokenizer, made.output_ids, ended=made.finish_reason == "stop"),
         })  # fmt: skip
 
     async def _only(self, request: Request, future: Future[T]) -> T:
@@ -238,12 +241,6 @@ def _all_done(futures: Sequence[Future[Any]]) -> asyncio.Future[None]:
     return found
 
 
-def text_of(tokenizer: Any, made: Generation) -> str:
-    """The output as text, without the end token that closed it."""
-    ids = made.output_ids[:-1] if made.finish_reason == "stop" else made.output_ids
-    return str(tokenizer.decode(ids, skip_special_tokens=False))
-
-
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
@@ -281,7 +278,7 @@ async def _on_error(_: Request, error: Exception) -> Response:
 async def _on_http(_: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     code = {404: "not_found", 405: "method_not_allowed"}.get(status, "http_error")
-    message = f"{getattr(error, 'detail', error)}; the routes are in docs/http.md"
+    message = f"{getattr(error, 'detail', error)}; known: {_KNOWN}"
     return JSONResponse(ErrorResponse(error=ErrorBody(code=code, message=message)).model_dump(), status)
 
 

@@ -12,6 +12,7 @@ from sync.errors import InvalidRequest
 from sync.schema.calls import ErrorBody, Message, Sampling
 
 from .engines.base import Generation
+from .render import text_of
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,), "stream": (False,), "tools": ([],), "functions": ([],), "stop": ([],), "top_p": (1,),
@@ -80,10 +81,10 @@ def chat_call(request: ChatRequest, max_len: int) -> ChatCall:
 
 def chat_answer(call: ChatCall, prompt_ids: list[int], made: Generation, tokenizer: Any) -> dict[str, Any]:
     """The completion object, with `weight_version`: the newest version that sampled a token of it."""
-    text_ids = made.output_ids[:-1] if made.finish_reason == "stop" else made.output_ids
+    text = text_of(tokenizer, made.output_ids, ended=made.finish_reason == "stop")
     choice: dict[str, Any] = {
         "index": 0,
-        "message": {"role": "assistant", "content": tokenizer.decode(text_ids, skip_special_tokens=False)},
+        "message": {"role": "assistant", "content": text},
         "finish_reason": made.finish_reason,
         "logprobs": None,
     }

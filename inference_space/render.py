@@ -37,6 +37,11 @@ def render(tokenizer: Any, prefix_ids: Sequence[int], messages: Sequence[Message
     return [*prefix_ids, *(suffix[1:] if closed else suffix)]
 
 
+def text_of(tokenizer: Any, output_ids: Sequence[int], *, ended: bool) -> str:
+    """An output as text for people and environments, without the end token that closed it (`ended`)."""
+    return str(tokenizer.decode(list(output_ids[:-1] if ended else output_ids), skip_special_tokens=False))
+
+
 def _suffix(tokenizer: Any, new: list[dict[str, str]]) -> str:
     """The template's text after an assistant's content when `new` messages follow it."""
     head, found, closing = _text(tokenizer, list(_OPENING), prompt=False).partition(_SENTINEL)

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
+from .schema.base import Identity
+
 Emit = Callable[..., None]
 _LOCK = threading.Lock()
 
@@ -22,6 +24,7 @@ def emitter(role: str, style: str = "text", stream: TextIO | None = None) -> Emi
     def emit(event: str, **facts: object) -> None:
         if style == "none":
             return
+        facts = {k: str(v) if isinstance(v, Identity) else v for k, v in facts.items()}
         if style == "json":
             line = json.dumps({"time": round(time.time(), 3), "role": role, "event": event, **facts}, default=str)
         else:

@@ -51,7 +51,7 @@ class Follower:
         self._store, self._engine, self._channel, self._clock = store, engine, channel, clock
         self._emit = emit or emitter("follower", "none")
         self._audit_every = audit_every
-        self._heads = HeadWatcher(store)
+        self._heads = HeadWatcher(store, channel)
         self._poked = threading.Event()
         self._engine_at: Identity | None = None
         self._pending: list[dict[str, TensorPatch]] = []
@@ -68,21 +68,21 @@ class Follower:
         """Look at the head once and go there. True when the engine (without one: the mirror) moved.
 
         Raises what went wrong, after noting it in the status; the engine keeps serving what it had unless the apply
-        itself failed, in which case it stays paused and the next poll reloads it from the mirror.
+        itself failed, in which case it stays paused and the next poll reloads it from the mirror, whether or not the
+        bucket answers.
         """
         self._count(polls=1)
+        before = self._mirror.identity
         try:
-            head = self._heads.look().get(self._channel)
-            if head is not None and head.identity is not None:
-                self._follow(head)
-            moved = self._move_engine() if self._engine is not None else self._pending != []
+            self._look()
+            moved = self._move_engine() if self._engine is not None else self._mirror.identity != before
         except DeltawireError as error:
             self._note(last_error=str(error))
             self._emit("refused", error=type(error).__name__, why=str(error))
             raise
         if self._engine is None:
             self._pending = []
-            if self._mirror.identity is not None:
+            if self._presentable():
                 self._note(ready=True, reason="")
         return moved
 
@@ -121,6 +121,16 @@ class Follower:
 
     # --- bucket → mirror
 
+    def _look(self) -> None:
+        try:
+            head = self._heads.look().get(self._channel)
+            if head is not None and head.identity is not None:
+                self._follow(head)
+        except DeltawireError:
+            if self._engine_at is None:
+                self._move_engine()  # to mend or start the engine from the mirror needs no bucket
+            raise
+
     def _follow(self, head: Head) -> None:
         target = head.identity
         assert target is not None
@@ -133,6 +143,11 @@ class Follower:
         self._note(head=str(target), channel_uid=head.channel_uid, lag=lag)
         if held is not None and target <= held.identity:
             return  # I3: what we reported never goes back; an older or equal head changes nothing
+        highest = self._mirror.highest
+        if highest is not None and target < highest:
+            if held is None:
+                self._note(ready=False, reason=f"the bucket shows {target}, but {highest} was reported before: waiting")
+            return
         refs = (*(() if _next_to(head, held) else read_catchup(self._store, head)), *head.recent)
         avoid: set[str] = set()
         while True:
@@ -218,7 +233,7 @@ class Follower:
 
     def _move_engine(self) -> bool:
         target, engine = self._mirror.identity, self._engine
-        if engine is None or target is None or target == self._engine_at:
+        if engine is None or target is None or target == self._engine_at or not self._presentable():
             return False
         known = self._engine_at is not None
         self._engine_at, started = None, self._clock.monotonic()
@@ -236,14 +251,19 @@ class Follower:
             self._since_audit += len(self._pending)
             if known and self._since_audit >= self._audit_every:
                 self._audit_engine()
+            engine.resume()
         except BaseException as error:
             self._note(ready=False, reason=f"the engine failed to reach {target}, reloading: {error}")
             self._pending = []
             raise
-        engine.resume()
         self._engine_at, self._pending = target, []
         self._note(ready=True, reason="", version=str(target), pause_seconds_last=self._clock.monotonic() - started)
         return True
+
+    def _presentable(self) -> bool:
+        """I3: False while the mirror holds nothing, or less than was ever reported (on the way out of a fork)."""
+        held, highest = self._mirror.identity, self._mirror.highest
+        return held is not None and (highest is None or held >= highest)
 
     def _union(self) -> dict[str, TensorPatch]:
         """Everything that changed since the engine's version, with the mirror's present values."""
@@ -306,4 +326,7 @@ class Follower:
 
 def _next_to(head: Head, held: Held | None) -> bool:
     """True when head.recent alone leads from what is held to the head."""
-    return held is not None and any(r.kind == "delta" and r.base_digest == held.digest for r in head.recent)
+    return held is not None and any(
+        r.kind == "delta" and (r.version, r.base_digest) == (held.identity.version + 1, held.digest)
+        for r in head.recent
+    )

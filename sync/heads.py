@@ -35,19 +35,28 @@ def read_head(store: Store, key: HeadKey) -> Head:
 
 
 class HeadWatcher:
-    """Remembers heads between polls: a poll is one listing, and a read per head that changed since.
+    """Remembers the heads of some channels between polls: a poll is one listing, and a read per head that changed.
 
     While two writers share the highest epoch of a channel (a split) its last known head is kept.
     """
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, store: Store, *channels: str) -> None:
+        self._store, self._channels = store, channels
         self._known: dict[str, tuple[str, Head]] = {}
 
+    @property
+    def known(self) -> dict[str, Head]:
+        """The newest head seen of every channel."""
+        return {channel: head for channel, (_, head) in self._known.items()}
+
     def look(self) -> dict[str, Head]:
-        """The newest head of every channel. Raises StoreUnavailable, or CorruptObject naming a damaged head."""
-        for channel, found in newest(self._store.list(HEADS)).items():
-            if len(found) > 1:
+        """The newest head of every channel. Raises StoreUnavailable, or CorruptObject naming a damaged head, after the
+        other channels' heads were read."""
+        listing = newest(self._store.list(HEADS))
+        damaged: CorruptObject | None = None
+        for channel in self._channels:
+            found = listing.get(channel, [])
+            if len(found) != 1:
                 continue
             key, info = found[0]
             etag = f"{info.key} {info.etag} {info.size}"
@@ -57,4 +66,8 @@ class HeadWatcher:
                 self._known[channel] = (etag, read_head(self._store, key))
             except ObjectMissing:
                 continue  # listed but gone: a stale listing; the next poll sees what is there
-        return {channel: head for channel, (_, head) in self._known.items()}
+            except CorruptObject as error:
+                damaged = error
+        if damaged is not None:
+            raise damaged
+        return self.known

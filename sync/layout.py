@@ -19,7 +19,7 @@ DELTA = "delta.safetensors"
 DOCUMENT = "document.json"
 MODEL = "model.safetensors"
 
-_HEAD = re.compile(r"heads/([a-z][a-z0-9_]{0,31})-(\d{6})-([0-9a-f]{16})\.json")
+_HEAD = re.compile(r"heads/([a-z][a-z0-9_]{0,31})-([0-9]{6})-([0-9a-f]{16})\.json")
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 

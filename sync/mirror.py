@@ -101,15 +101,15 @@ class Mirror:
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)
             raise
-        self._clear_redo()
-        old = self.checkpoint
-        self._generation += 1
+        self._generation += 1  # the old files and logs stay until the new ones are noted: a kill here loses nothing
         shutil.rmtree(self.checkpoint, ignore_errors=True)
         part.rename(self.checkpoint)
         self._mapped, self.uid, self.identity, self.sums = mapped, uid, identity, sums
-        self._raise_highest()
+        self._raise_highest(identity)
         self.flush()
-        shutil.rmtree(old, ignore_errors=True)
+        for old in self._folder.glob("g-*"):
+            if old != self.checkpoint:
+                shutil.rmtree(old, ignore_errors=True)
 
     def apply(self, patches: Patches, identity: Identity, sums: Sums) -> None:
         """Log, then write one version's absolute values. The caller has checked everything, the digest included."""
@@ -117,7 +117,7 @@ class Mirror:
         for name, (index, values) in patches.items():
             scatter(self.state[name], index, values)
         self.identity, self.sums = identity, sums
-        self._raise_highest()
+        self._raise_highest(identity)
         self._unflushed += 1
         if self._unflushed >= self._flush_every:
             self.flush()
@@ -153,9 +153,8 @@ class Mirror:
         self._mapped = None
         os.close(self._lock)
 
-    def _raise_highest(self) -> None:
-        if self.identity is not None and (self.highest is None or self.identity > self.highest):
-            self.highest = self.identity
+    def _raise_highest(self, reached: Identity) -> None:
+        self.highest = max(reached, self.highest or reached)
 
     def _write_meta(self) -> None:
         body = {
@@ -182,18 +181,22 @@ class Mirror:
             self.uid, self._generation = body["uid"], int(body["generation"])
             self.highest = Identity.parse(body["highest"]) if body["highest"] else None
             if body["identity"] is None:
+                self._clear_redo()
                 return
+            logs = sorted((self._folder / "redo").glob("[0-9]*-[0-9]*"))
+            for log in logs:
+                self._raise_highest(Identity(*map(int, log.name.split("-"))))
             self._mapped = MappedState(self.checkpoint / layout.MODEL, writable=True)
             self.identity, self.sums = Identity.parse(body["identity"]), Sums.parse(body["digest"])
-            for path in sorted((self._folder / "redo").glob("[0-9]*-[0-9]*")):
-                self._replay(path)
+            for log in logs:
+                self._replay(log)
             if not self.audit():
                 raise CorruptObject(f"mirror of {self.identity}: its bytes do not give its digest")
         except (CorruptObject, OSError, ValueError, KeyError, IndexError, TypeError):
             self.reset()
             return
         self.recovered = True
-        self._raise_highest()
+        self._raise_highest(self.identity)
         self.flush()
 
     def _replay(self, path: Path) -> None:

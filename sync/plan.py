@@ -46,8 +46,9 @@ def _walk(steps: dict[int, Ref], goal: Ref, start: Held) -> tuple[Ref, ...] | No
             return None
         way.append(ref)
         at, digest = at - 1, ref.base_digest
-    epoch_met = way[-1].epoch if way else goal.epoch
-    return tuple(reversed(way)) if start.identity.epoch <= epoch_met else None
+    if not way:
+        return () if start.identity == goal.identity else None  # equal bits of a fork are not this version
+    return tuple(reversed(way)) if start.identity.epoch <= way[-1].epoch else None
 
 
 def _from_anchor(steps: dict[int, Ref], goal: Ref, anchor: Ref) -> tuple[Ref, ...] | None:

@@ -267,7 +267,10 @@ class ArtifactPublisher:
         self._term = Term.claim(self._store, self._channel, takeover=takeover, options=self._options, clock=self._clock)
 
     def publish(self, artifact: Artifact, *, measured_against: Identity | None, step: int = 0) -> Identity:
-        """Commit `artifact` as the next version, with the weights version it was computed on."""
+        """Commit `artifact` as the next version, with the weights version it was computed on.
+
+        After an error this publisher is over (StopError); opening it again claims a new epoch.
+        """
         if self._term is None:
             raise InvalidRequest("open the artifact publisher first")
         data = canonical_json(artifact.model_dump(mode="json"))
@@ -279,6 +282,6 @@ class ArtifactPublisher:
         return self._term.commit("document", {layout.DOCUMENT: data}, facts).identity
 
     def close(self) -> None:
-        """Mark the head closed."""
-        if self._term is not None and not self._term.head.closed:
+        """Mark the head closed; nothing is written when an error ended the term."""
+        if self._term is not None and not self._term.head.closed and not self._term.over:
             self._term.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import mmap
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from .tensors import WIDTH, Bits, Schema, State, TensorSpec, bits, unsigned
 
 MAX_HEADER = 64 * 1024 * 1024
 _MAX_ELEMENTS = 2**53
+_MAX_DIMS = 64  # numpy's own limit
 
 
 class Entry(NamedTuple):
@@ -85,7 +87,9 @@ def _entry(raw: dict[str, object], base: int) -> Entry:
     if dtype not in WIDTH:
         raise ValueError(f"unknown dtype {dtype!r}")
     if not isinstance(shape, list) or not all(type(n) is int and 0 <= n <= _MAX_ELEMENTS for n in shape):
-        raise ValueError(f"bad shape {shape!r}")
+        raise ValueError(f"bad shape {shape!r:.200}")
+    if len(shape) > _MAX_DIMS or prod(n or 1 for n in shape) > _MAX_ELEMENTS:
+        raise ValueError(f"a shape of {len(shape)} dimensions that no array can have")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(n) is int and n >= 0 for n in offsets):
         raise ValueError(f"bad data_offsets {offsets!r}")
     return Entry(TensorSpec(str(dtype), tuple(shape)), base + offsets[0], base + offsets[1])

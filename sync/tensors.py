@@ -88,13 +88,15 @@ def schema_of(state: State, schema: Mapping[str, tuple[str, tuple[int, ...]]] | 
 
 
 def require_fit(state: State, schema: Schema) -> None:
-    """Raise SchemaChanged naming the first tensor whose presence, shape or element width differs."""
+    """Raise SchemaChanged naming the first tensor whose presence, shape or dtype differs (unsigned arrays are bits of
+    any dtype of their width)."""
     if state.keys() != schema.keys():
         odd = sorted(state.keys() ^ schema.keys())
         raise SchemaChanged(f"tensor names differ from the base's, first {odd[0]!r} of {len(odd)}; publish an anchor")
     for name, spec in schema.items():
         array = state[name]
-        if spec.dtype not in WIDTH or array.dtype.itemsize != spec.width or array.shape != spec.shape:
+        meant = array.dtype.kind == "u" or _FROM_NUMPY.get(str(array.dtype)) == spec.dtype
+        if spec.dtype not in WIDTH or array.dtype.itemsize != spec.width or array.shape != spec.shape or not meant:
             raise SchemaChanged(
                 f"tensor {name!r} is {array.dtype}{list(array.shape)}, the base has {spec.dtype}{list(spec.shape)}; "
                 "publish an anchor"

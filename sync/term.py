@@ -7,14 +7,15 @@ not prevented: each term writes a head file of its own, and the higher epoch win
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from . import layout
 from .canonical import sha256_hex
 from .clock import REAL, Clock
-from .errors import Fenced, StoreUnavailable
+from .errors import Fenced, StopError, StoreUnavailable
 from .fetch import checked_bytes
 from .heads import newest, read_head
 from .schema.wire import Catchup, CatchupRef, Head, Manifest, ObjectEntry, Parent, Ref, parse
@@ -38,13 +39,18 @@ class TermOptions:
 
 
 class Term:
-    """A claimed term. Not thread-safe: one thread commits. After any raised error the term is over."""
+    """A claimed term. Not thread-safe: one thread commits.
+
+    After any raised error the term is `over`: every later call raises StopError and writes nothing, because a version
+    number whose outcome is unknown must not get another content.
+    """
 
     def __init__(self, store: Store, head: Head, known: tuple[Ref, ...], options: TermOptions, clock: Clock) -> None:
         self._store, self._options, self._clock = store, options, clock
         self._known = known
         self._anchored = False
         self.head = head
+        self.over = False
 
     @classmethod
     def claim(
@@ -76,9 +82,10 @@ class Term:
         )
         known = () if old is None else (*read_catchup(store, old), *old.recent)
         term = cls(store, head, known, options, clock)
-        term._put({layout.head_key(channel, head.epoch, writer): head.to_bytes()}, "claim")
-        clock.sleep(options.settle)
-        term.check_fence()
+        with term._step():
+            term._put({layout.head_key(channel, head.epoch, writer): head.to_bytes()}, "claim")
+            clock.sleep(options.settle)
+            term.check_fence()
         return term
 
     @property
@@ -89,12 +96,16 @@ class Term:
     def check_fence(self) -> None:
         """Raise Fenced when the store lists a head of our epoch or above that is not ours."""
         ours = layout.HeadKey(self.head.channel, self.head.epoch, self.head.writer)
-        for key, info in newest(self._store.list(layout.HEADS)).get(self.head.channel, []):
-            if key.epoch >= ours.epoch and key != ours:
-                raise Fenced(
-                    f"channel {ours.channel!r} of {self._store.url} was claimed by writer {key.writer} (epoch "
-                    f"{key.epoch}) at {info.uploaded_at:.0f}; this writer ({ours.writer}, epoch {ours.epoch}) stops"
-                )
+
+        def look() -> None:
+            for key, info in newest(self._store.list(layout.HEADS)).get(ours.channel, []):
+                if key.epoch >= ours.epoch and key != ours:
+                    raise Fenced(
+                        f"channel {ours.channel!r} of {self._store.url} was claimed by writer {key.writer} (epoch "
+                        f"{key.epoch}) at {info.uploaded_at:.0f}; this writer ({ours.writer}, epoch {ours.epoch}) stops"
+                    )
+
+        self._retried(look, f"the look for rivals of epoch {ours.epoch}")
 
     def commit(self, kind: str, objects: Mapping[str, bytes], facts: Mapping[str, Any]) -> Manifest:
         """Commit the next version from its objects (name → bytes) and manifest fields (`facts`).
@@ -102,6 +113,10 @@ class Term:
         Returns the manifest when the head that embeds it is confirmed. Raises StoreUnavailable at the deadline (the
         outcome is then unknown) and Fenced when another writer took over.
         """
+        with self._step():
+            return self._commit(kind, objects, facts)
+
+    def _commit(self, kind: str, objects: Mapping[str, bytes], facts: Mapping[str, Any]) -> Manifest:
         version = self.next_version
         name = layout.version_name(version, self.head.epoch, self.head.writer)
         place = layout.anchor_folder if kind == "anchor" else layout.version_folder
@@ -129,13 +144,26 @@ class Term:
         facts = {"kind": "anchor", "objects": _entries(objects), "base_digest": None, "parent": None, "codec": ""}
         manifest = version.model_copy(update=facts)
         batch = {folder + n: data for n, data in objects.items()} | {folder + layout.MANIFEST: manifest.to_bytes()}
-        self._put(batch, f"anchor {version.identity}")
+        with self._step():
+            self._put(batch, f"anchor {version.identity}")
         self._known = (*self._known, Ref.to(manifest, folder + layout.MANIFEST))
         self._anchored = True
 
     def close(self) -> None:
         """Say in the head that this term publishes nothing more."""
-        self._write_head(self.head.model_copy(update={"closed": True}))
+        with self._step():
+            self._write_head(self.head.model_copy(update={"closed": True}))
+
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        if self.over:
+            raise StopError(
+                f"the term of writer {self.head.writer} on {self.head.channel!r} ended with an earlier error; open the "
+                "channel again, which claims a new epoch"
+            )
+        self.over = True
+        yield
+        self.over = False
 
     def _manifest(self, kind: str, version: int, objects: Mapping[str, bytes], facts: Mapping[str, Any]) -> Manifest:
         last = self.head.manifest
@@ -154,28 +182,30 @@ class Term:
         self.check_fence()
 
     def _put(self, objects: Mapping[str, bytes], what: str) -> None:
-        """Write a batch and confirm it; a lost reply is settled by writing the same bytes until a look shows them."""
+        """Write a batch and confirm it. A lost reply is settled by writing the same bytes again: an object of the right
+        size may be the one before it."""
+
+        def put() -> None:
+            self._store.put_batch(objects)
+            seen = self._store.info(objects)
+            for key, data in objects.items():
+                if key not in seen or seen[key].size != len(data):
+                    raise StoreUnavailable(f"{key} is not listed with its size after it was written")
+
+        self._retried(put, what)
+
+    def _retried(self, attempt: Callable[[], None], what: str) -> None:
         give_up = self._clock.monotonic() + self._options.deadline
         pause = 0.1
         while True:
-            cause: StoreUnavailable | None = None
             try:
-                self._store.put_batch(objects)
+                return attempt()
             except StoreUnavailable as error:
-                cause = error
-            try:
-                seen = self._store.info(objects)
-                missing = [k for k, d in objects.items() if k not in seen or seen[k].size != len(d)]
-                if not missing:
-                    return
-                cause = cause or StoreUnavailable(f"{missing[0]} is not listed with its size after it was written")
-            except StoreUnavailable as error:
-                cause = error
-            if self._clock.monotonic() >= give_up:
-                raise StoreUnavailable(
-                    f"{what} could not be confirmed within {self._options.deadline:.0f} s ({cause}); its outcome is "
-                    "unknown, so this term ends: start again, which claims a new epoch"
-                )
+                if self._clock.monotonic() >= give_up:
+                    raise StoreUnavailable(
+                        f"{what} could not be confirmed within {self._options.deadline:.0f} s ({error}); its outcome "
+                        "is unknown, so this term ends: start again, which claims a new epoch"
+                    ) from None
             self._clock.sleep(pause)
             pause = min(pause * 2, 5.0)
 
@@ -192,8 +222,11 @@ def read_catchup(store: Store, head: Head) -> tuple[Ref, ...]:
 def _refuse_if_young(store: Store, channel: str, uploaded_at: float, writer: str) -> None:
     probe = f"claims/{channel}-{writer}.json"
     store.put_batch({probe: b"{}"})
-    now = store.info([probe])[probe].uploaded_at  # the store's clock: no decision reads another machine's
+    seen = store.info([probe]).get(probe)
     store.delete([probe])
+    if seen is None:
+        raise StoreUnavailable(f"{store.url} does not show {probe} after it was written; try again")
+    now = seen.uploaded_at  # the store's clock: no decision reads another machine's
     if now - uploaded_at < TAKEOVER_SECONDS:
         raise Fenced(
             f"channel {channel!r} of {store.url} was written {now - uploaded_at:.0f} s ago and is not closed; stop "

@@ -2,7 +2,8 @@
 
 It plays guess by binary search and sort by sorting, under the weights version 3@1. POST /control switches `mode`:
 ok, 500, 429, hang, hang_later (with a prefix only), garbage, engine_error (every call fails), odd_error (every other
-episode fails once), too_long (calls with a prefix are refused), endless (no end token), rude (malformed answers).
+episode fails once), small (at most two calls), too_long (calls with a prefix are refused), refuse (every call),
+endless (no end token), rude (malformed answers).
 Run it as a process with `python tests/support_policy.py READY_FILE [PORT]`.
 """
 
@@ -46,6 +47,8 @@ def make_policy(token: str) -> FastAPI:
         if mode == "garbage":
             return Response(b"<html>")
         calls = from_json(body)["calls"]
+        if mode == "small" and len(calls) > 2:
+            return Response(b'{"error":{"code":"body_too_large","message":"told to"}}', 413)
         app.state.requests.append(len(calls))
         results = [_answer(call, mode, app.state.failed) for call in calls]
         return Response(to_json({"calls": results}), media_type="application/json")
@@ -65,6 +68,8 @@ def _answer(call: dict[str, Any], mode: str, failed: set[str]) -> dict[str, Any]
         return {"id": call["id"], "error": {"code": "engine_failed", "message": "told to"}}
     if mode == "too_long" and prompt:
         return {"id": call["id"], "error": {"code": "prompt_too_long", "message": "told to"}}
+    if mode == "refuse":
+        return {"id": call["id"], "error": {"code": "no_chat_template", "message": "told to"}}
     for message in call.get("messages", ()):
         prompt += [ROLES[message["role"]], *message["content"].encode(), END]
     prompt.append(ROLES["assistant"])

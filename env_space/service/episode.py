@@ -18,7 +18,7 @@ from sync.schema.calls import CallResult, Message
 from sync.schema.rollouts import Chain, Rollout, RolloutStatus, RunRequest
 
 from ..environments import Environment
-from .policy import Policy
+from .policy import TOO_LONG, Policy
 from .stages import Budget, Pipeline, Stage, StageTimeout
 from .store import Draw
 
@@ -67,7 +67,8 @@ class Roller:
         """One rollout, final, and how many infrastructure failures it met.
 
         An attempt whose call fails is repeated once with the same task and instance; after that the rollout is
-        agent_error without a reward. Deadlines and truncation keep the partial trace and are scored; an environment
+        agent_error without a reward, as it is where the policy refuses a call for another reason than its length.
+        Deadlines and truncation keep the partial trace and are scored; an environment
         that raises gives env_error without a reward.
         """
         failure = ""
@@ -167,7 +168,9 @@ class _Episode:
             try:
                 result = await self._call(number, new, budget)
             except InvalidRequest as error:
-                trace.ended("truncated", f"turn {number}: the policy refused the call: {error}", scorable=True)
+                long = error.code in TOO_LONG
+                finding = f"turn {number}: the policy refused the call: {error}"
+                trace.ended("truncated" if long else "agent_error", finding, scorable=long)
                 return
             trace.messages.append(Message(role="assistant", content=result.text))
             turn = await self._env(lambda text=result.text: env.step(text), budget, "run")  # type: ignore[misc]

@@ -16,13 +16,25 @@ from pydantic import ValidationError
 from pydantic_core import to_json
 
 from sync.errors import InvalidRequest, PeerUnavailable
-from sync.schema.calls import CallResult, GenerateResponse
+from sync.schema.calls import CallResult, ErrorResponse, GenerateResponse
 
 from ..config import PolicyLimits
 
 Call = dict[str, Any]
 _Pending = tuple[Call, "asyncio.Future[CallResult]"]
 _FIRST_PAUSE = 0.05
+TOO_LONG = frozenset({"prompt_too_long", "sequence_too_long", "body_too_large"})
+"""Codes of an inference Space that mean: this conversation has outgrown the policy."""
+_FINAL = frozenset(
+    {
+        "invalid_request",
+        "empty_prompt",
+        "unknown_token",
+        "template",
+        "template_not_prefix_preserving",
+        "no_chat_template",
+    }
+)
 
 
 @dataclass(slots=True)
@@ -36,6 +48,10 @@ class Totals:
 
 class _Refused(Exception):
     """The policy refuses this body (400, 413, 422); sending it again would not help."""
+
+    def __init__(self, message: str, code: str = "invalid_request") -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class Policy:
@@ -118,7 +134,7 @@ class Policy:
                     await self._until_answered(batch[:half])
                     batch = batch[half:]
                     continue
-                _fail(batch, InvalidRequest(str(error)))
+                _fail(batch, InvalidRequest(str(error), code=error.code))
             except PeerUnavailable as error:
                 self._note_away(attempt, error)
                 if time.monotonic() - began > self._limits.away_seconds:
@@ -140,9 +156,10 @@ class Policy:
             raise PeerUnavailable(f"{where} gave no answer within {seconds} s (setting policy.call_seconds)") from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise PeerUnavailable(f"{where} does not answer: {type(error).__name__} {error}") from None
+        if answer.status_code in (400, 413, 422):
+            raise _refusal(where, answer)
         if answer.status_code != 200:
-            text = f"{where} answered {answer.status_code}: {answer.text[:300]}"
-            raise (_Refused if answer.status_code in (400, 413, 422) else PeerUnavailable)(text)
+            raise PeerUnavailable(f"{where} answered {answer.status_code}: {answer.text[:300]}")
         try:
             results = GenerateResponse.model_validate_json(answer.content).calls
         except ValidationError as error:
@@ -182,9 +199,16 @@ class Policy:
 
 
 def _final(result: CallResult) -> bool:
-    """True where the same call would be refused again: anything that blames the prompt and not the engine."""
-    code = "" if result.error is None else result.error.code
-    return any(word in code for word in ("invalid", "prompt", "length", "too_long", "vocab"))
+    """True where the same call would be refused again."""
+    return result.error is not None and result.error.code in TOO_LONG | _FINAL
+
+
+def _refusal(where: str, answer: httpx.Response) -> _Refused:
+    try:
+        error = ErrorResponse.model_validate_json(answer.content).error
+    except ValidationError:
+        return _Refused(f"{where} answered {answer.status_code}: {answer.text[:300]}")
+    return _Refused(f"{where} answered {answer.status_code}: {error.message[:300]}", error.code)
 
 
 def _said(result: CallResult) -> str:

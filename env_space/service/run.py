@@ -43,11 +43,15 @@ class _Pinned(NamedTuple):
 
 
 class Run:
-    """A run of this process. `start` begins (or goes on) rolling; everything happens on the event loop."""
+    """A run of this process. `start` begins (or goes on) rolling; everything happens on the event loop.
+
+    `failed` is True when rolling ended by an error that is not an episode's; `last_error` says which.
+    """
 
     def __init__(self, home: Home, stored: StoredRun) -> None:
         self.request: RunRequest = stored.request
         self.stopped = stored.stopped
+        self.failed = False
         self.last_error = self._curriculum_error = ""
         self.ledger = Ledger(time.monotonic)
         self._home = home
@@ -58,6 +62,7 @@ class Run:
         self._policy: Policy | None = None
         self._redo: list[Draw] = []
         self._active = 0
+        self._drops = 0
         self._pinned: _Pinned | None = None
         self._loop_task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
@@ -81,11 +86,6 @@ class Run:
         return self.request.purpose == "evaluation"
 
     @property
-    def failed(self) -> bool:
-        """True when rolling ended by an error that is not an episode's; `last_error` says which."""
-        return self._loop_task is not None and self._loop_task.done() and not self.stopped and not self.finished
-
-    @property
     def backpressure(self) -> bool:
         """True while so much waits for the trainer that nothing new is started."""
         full = self.ledger.ready >= self.request.ready_groups or self.ledger.leased >= self._home.config.max_leased
@@ -93,7 +93,7 @@ class Run:
 
     def start(self) -> None:
         """Roll until stopped, or until an evaluation is complete."""
-        self.stopped = False
+        self.stopped = self.failed = False
         self._redo = self._home.store.started(self.name)
         if self._policy is None:
             self._policy = Policy(
@@ -236,6 +236,8 @@ class Run:
         self._counters["rollouts"] += len(rollouts)
         self._counters["failures"] += sum(failures for _, failures in results)
         self._close(group, draw, rollouts)
+        if self._drops:  # where every group is dropped, the run must not burn through them
+            await asyncio.sleep(min(self._home.config.policy.backoff_seconds, 0.02 * 2 ** min(self._drops, 16)))
         self._active -= 1
         self._changed.set()
         self._notify()
@@ -247,7 +249,9 @@ class Run:
         if usable >= needed:
             self._home.store.add_group(self.name, draw, group, rollouts, dict(self._counters))
             self.ledger.add(group)
+            self._drops = 0
             return
+        self._drops += 1
         self._counters["dropped"] += 1
         self._home.store.drop_group(self.name, draw, dict(self._counters))
         example = next((finding for rollout in rollouts for finding in rollout.findings), "no finding")
@@ -265,5 +269,6 @@ class Run:
         if isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         self.last_error = f"the run ended by an error: {type(error).__name__}: {error}; restart the environment Space"
+        self.failed = True
         self._home.emit("run_failed", run=self.name, error=self.last_error)
         self._notify()

@@ -27,7 +27,10 @@ MAX_RUN_NAME = 96
 
 
 class RolloutService:
-    """Everything behind the HTTP routes. Opens the folder at once (ConfigError), rolls between `start` and `close`."""
+    """Everything behind the HTTP routes; rolls between `start` and `close`.
+
+    Takes up its folder at once: raises ConfigError when that is unusable or holds a run that cannot go on.
+    """
 
     def __init__(self, config: EnvConfig, token: str) -> None:
         self.config = config
@@ -42,15 +45,25 @@ class RolloutService:
         self._home = Home(config, self.store, pipeline, self._threads, token, self.boot_id, Totals(), emit)
         self._runs: dict[str, Run] = {}
         self._curricula: dict[str, CurriculumThread] = {}
+        self._changes = asyncio.Lock()
         self._restored = 0
+        try:
+            self._restore()
+        except InvalidRequest as error:
+            self.store.close()
+            raise ConfigError(
+                f"{config.folder}: holds a run that cannot go on: {error}; choose another --folder"
+            ) from None
 
-    async def start(self) -> None:
-        """Take up the stored runs and READY groups and go on rolling."""
+    def _restore(self) -> None:
         for stored in self.store.runs():
             self._runs[stored.request.name] = Run(self._home, stored)
         for name, group, size in self.store.ready():
             self._runs[name].ledger.add(group)
             self._restored += size
+
+    async def start(self) -> None:
+        """Go on rolling the stored runs."""
         for run in self._runs.values():
             if not run.stopped:
                 self._begin(run)
@@ -70,6 +83,10 @@ class RolloutService:
 
         Raises InvalidRequest: 400 for what cannot be rolled, 409 for another body, 429 for too many runs.
         """
+        async with self._changes:
+            return self._post_run(request)
+
+    def _post_run(self, request: RunRequest) -> RunInfo:
         run = self._runs.get(request.name)
         if run is not None:
             if run.request != request:
@@ -87,9 +104,10 @@ class RolloutService:
         if len(request.name) > MAX_RUN_NAME:
             raise InvalidRequest(f"name: {len(request.name)} characters, at most {MAX_RUN_NAME} leave room for ids")
         rolling = sum(not (r.stopped or r.finished) for r in self._runs.values())
-        if rolling >= self.config.max_runs:
+        if rolling >= self.config.max_runs or len(self._runs) >= self.config.max_stored_runs:
             raise InvalidRequest(
-                f"{rolling} runs are rolled already (setting max_runs); stop one with DELETE /v1/runs/<name>",
+                f"{rolling} runs are rolled and {len(self._runs)} stored (settings max_runs, max_stored_runs); "
+                "stop one with DELETE /v1/runs/<name>, or start over in another folder",
                 status=429,
                 code="too_many_runs",
             )
@@ -102,12 +120,13 @@ class RolloutService:
 
     async def stop_run(self, name: str) -> RunInfo:
         """Stop a run; its READY groups can still be leased. Raises InvalidRequest (404)."""
-        run = self.run(name)
-        self.store.stop_run(name)
-        if (thread := self._curricula.pop(name, None)) is not None:
-            await asyncio.to_thread(thread.close)
-        await run.stop()
-        return run.info()
+        async with self._changes:
+            run = self.run(name)
+            self.store.stop_run(name)
+            if (thread := self._curricula.pop(name, None)) is not None:
+                await asyncio.to_thread(thread.close)
+            await run.stop()
+            return run.info()
 
     def run(self, name: str) -> Run:
         """The run of that name; raises InvalidRequest (404) listing the known ones."""

@@ -36,10 +36,17 @@ element.addEventListener('click', (event) => {
   url.searchParams.set('rollout', row.dataset.rollout);
   window.history.replaceState(null, '', url);
   trigger('click', { rollout: row.dataset.rollout });
+});
+"""
+_ON_ROLLOUT = """
+watch('value', () => {
   const detail = document.getElementById('dw-detail');
   if (window.innerWidth < 1100) detail.scrollIntoView({ behavior: 'smooth' }); else detail.scrollTop = 0;
 });
 """
+# Rows must not move under a pointer that is about to choose one.
+_UNLESS_POINTED_AT = """(live, ...rest) =>
+  [live && !(matchMedia('(hover: hover)').matches && document.querySelector('#dw-list:hover')), ...rest]"""
 
 
 def mount(app: FastAPI, base_url: str, token: str) -> FastAPI:
@@ -50,7 +57,7 @@ def mount(app: FastAPI, base_url: str, token: str) -> FastAPI:
     """
 
     async def unknown(request: Request) -> Response:
-        text = f"no route {request.method} {request.url.path}; see docs/api.md, or open / for the inspector"
+        text = f"no route {request.method} {request.url.path}; the page at / shows what this service does"
         return Response(error_json("not_found", text), status_code=404, media_type="application/json")
 
     methods = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
@@ -92,7 +99,7 @@ def build(base_url: str, token: str) -> gr.Blocks:
                     live = gr.Checkbox(value=True, label="Follow", elem_id="dw-live", container=False, min_width=80)
                 table = gr.HTML(elem_id="dw-list", js_on_load=_ON_ROW, apply_default_css=False)
             with gr.Column(scale=5, min_width=340, elem_id="dw-detail"):
-                detail = gr.HTML(_CHOOSE, elem_id="dw-rollout", apply_default_css=False)
+                detail = gr.HTML(_CHOOSE, elem_id="dw-rollout", js_on_load=_ON_ROLLOUT, apply_default_css=False)
                 colour = gr.Radio(
                     _COLOURINGS, value="mask", label="Colour tokens by", elem_id="dw-colour", visible=False
                 )
@@ -105,7 +112,7 @@ def build(base_url: str, token: str) -> gr.Blocks:
         ).then(page.first, view, listing, **quiet)
         tick = gr.Timer(REFRESH_SECONDS).tick
         tick(page.status, [names], [strip, names, run], **quiet)
-        tick(page.follow, [live, offset, *view], listing, **quiet)
+        tick(page.follow, [live, offset, *view], listing, js=_UNLESS_POINTED_AT, **quiet)
         gr.on([run.input, status.input], page.first, view, listing, **quiet)
         newer.click(page.newer, [offset, *view], listing, **quiet)
         older.click(page.older, [offset, *view], listing, **quiet)

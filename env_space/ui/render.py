@@ -103,7 +103,7 @@ def _run(run: RunInfo) -> str:
     return (
         f'<section class="dw-card" data-testid="run"><h3>{escape(run.name)} {_pill(run.purpose)}{done}</h3>'
         f'<p class="dw-soft">environment {escape(run.environment)}</p>'
-        f"{_facts({k: f'{v:,}' for k, v in counters.items()}, 'groups', 'dw-six')}{_facts(facts)}"
+        f"{_facts({k: f'{v:,}' for k, v in counters.items()}, 'groups', 'dw-six')}{_facts(facts, '', 'dw-six')}"
         f"{error}</section>"
     )
 
@@ -179,23 +179,24 @@ def rollout(item: Rollout, now: float) -> str:
         "tokens": f"{total:,} · {item.trainable_tokens:,} trained",
         "age": age(item.created_at, now),
     }
+    seconds = {stage: f"{number(value)} s" for stage, value in item.seconds.items()}
     unusable = "" if item.usable else _pill("not usable", "warn")
     return (
         f'<article class="dw dw-card" data-testid="rollout" data-rollout="{escape(item.id)}">'
         f"<h3>{escape(item.id)} {_pill(item.status, _STATUS_TONE[item.status])}{unusable}</h3>"
         f'<p class="dw-big" data-testid="reward">reward {_reward(item.reward)} {_success(item.success)}</p>'
-        f"{_bars('reward parts', item.rewards, '')}{_findings(item.findings)}{_facts(facts)}"
-        f"{_bars('time', item.seconds, ' s')}{_bubbles(item.messages)}</article>"
+        f"{_bars('reward parts', item.rewards)}{_findings(item.findings)}{_facts(facts)}"
+        f"{_facts(seconds, 'time') if seconds else ''}{_bubbles(item.messages)}</article>"
     )
 
 
-def _bars(title: str, values: Mapping[str, float], unit: str) -> str:
+def _bars(title: str, values: Mapping[str, float]) -> str:
     if not values:
         return ""
     most = max(map(abs, values.values())) or 1.0
     rows = "".join(
         f'<li><span>{escape(k)}</span><i class="{"dw-minus" if v < 0 else ""}" '
-        f'style="width:{abs(v) / most * 100:.0f}%"></i><b>{number(v)}{unit}</b></li>'
+        f'style="width:{abs(v) / most * 100:.0f}%"></i><b>{number(v)}</b></li>'
         for k, v in values.items()
     )
     return f'<p class="dw-label">{escape(title)}</p><ul class="dw-bars" data-testid="bars">{rows}</ul>'

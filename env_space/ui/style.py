@@ -34,7 +34,7 @@ body, .gradio-container { background:var(--dw-page) !important; }
 .dw-card h3 + .dw-soft { margin-top:-6px; }
 .dw-strip { display:grid; gap:10px;
   grid-template-columns:repeat(auto-fit,minmax(min(340px,100%),1fr)); }
-.dw-facts { display:grid; grid-template-columns:repeat(auto-fill,minmax(74px,1fr)); gap:6px 8px;
+.dw-facts { display:grid; grid-template-columns:repeat(auto-fit,minmax(74px,1fr)); gap:6px 8px;
   margin:0; }
 .dw-facts div { min-width:0; }
 .dw-facts dt { color:var(--dw-soft); font-size:11px; }

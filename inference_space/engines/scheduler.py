@@ -50,11 +50,13 @@ class Scheduler:
 
     # Any thread
 
-    def submit(self, sequences: Sequence[Running], jobs: Sequence[ScoreJob] = ()) -> None:
-        """Queue all or, when they exceed the queue, none (InvalidRequest 429)."""
+    def submit(self, passes: Passes, sequences: Sequence[Running], jobs: Sequence[ScoreJob] = ()) -> None:
+        """Queue all, or none (InvalidRequest): they exceed the queue, or were checked against other `passes`."""
         new = len(sequences) + sum(len(job.sequences) for job in jobs)
         with self._changed:
             self._require_alive()
+            if passes is not self._passes:
+                raise _model_changed()
             queued = self._queued()
             if queued + new > self._max_queued:
                 raise InvalidRequest(
@@ -88,8 +90,7 @@ class Scheduler:
         """While paused: run this model from now on; what runs or waits on another one fails."""
         with self._changed:
             if passes is not self._passes:
-                reason = "the model changed its shape while this call ran or waited; send it again"
-                self._fail_all(InvalidRequest(reason, status=503, code="model_changed"))
+                self._fail_all(_model_changed())
             self._passes, self._ends = passes, ends
 
     def changed_weights(self, identity: Identity) -> None:
@@ -231,7 +232,7 @@ class Scheduler:
         bad = np.zeros(n, dtype=bool)
         bad[first:] = ~np.isfinite(values)
         if bad.any():
-            self._leave(passes, bad, lambda s: s.fail(not_finite(self._identity)))
+            self._leave(passes, bad, lambda s: s.fail(_not_finite(self._identity)))
             tokens, values = tokens[~bad[first:]], values[~bad[first:]]
             n = len(rows)
         for sequence, token, value in zip(rows.sequences[first:], tokens.tolist(), values.tolist(), strict=True):
@@ -279,11 +280,15 @@ class Scheduler:
             if all(np.isfinite(v).all() for v in job.logprobs):
                 job.finish(Scores(identity, job.logprobs))
             else:
-                job.fail(not_finite(identity))
+                job.fail(_not_finite(identity))
 
 
-def not_finite(identity: Identity | None) -> InvalidRequest:
-    """The refusal of a call for which the weights give NaN or infinity."""
+def _model_changed() -> InvalidRequest:
+    text = "the model changed its shape while this call ran or waited; send it again"
+    return InvalidRequest(text, status=503, code="model_changed")
+
+
+def _not_finite(identity: Identity | None) -> InvalidRequest:
     return InvalidRequest(
         f"version {identity} gives logits that are not finite here; publish better weights",
         status=500,

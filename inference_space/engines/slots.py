@@ -22,6 +22,8 @@ class Plan:
     positions: torch.Tensor | None = None
     rows: torch.Tensor | None = None
     length: int = 0
+    high: int = 0
+    """longest position written since the last `clear`"""
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -54,9 +56,11 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         plan, n = self.plan, len(key_states)
         if plan.positions is None:
             length = key_states.shape[2]
+            plan.high = max(plan.high, length)
             self.keys[plan.first : plan.first + n, :, :length] = key_states
             self.values[plan.first : plan.first + n, :, :length] = value_states
             return key_states, value_states
+        plan.high = max(plan.high, plan.length)
         self.keys[plan.rows, :, plan.positions] = key_states[:, :, 0]
         self.values[plan.rows, :, plan.positions] = value_states[:, :, 0]
         return self.keys[:n, :, : plan.length], self.values[:n, :, : plan.length]
@@ -95,5 +99,6 @@ class SlotCache(Cache):  # type: ignore[misc]
         """Forget every value, so that nothing computed with older weights (NaN included) is left."""
         for layer in self.layers:
             if layer.is_initialized:
-                layer.keys.zero_()
-                layer.values.zero_()
+                layer.keys[:, :, : self.plan.high].zero_()
+                layer.values[:, :, : self.plan.high].zero_()
+        self.plan.high = 0

@@ -82,13 +82,13 @@ class TorchEngine:
 
     def generate(self, calls: Sequence[Call]) -> list[Future[Generation]]:
         """Queue calls."""
-        vocabulary = self._vocabulary()
+        passes = self._loaded()
         accepted, futures = [], []
         for call in calls:
             future: Future[Generation] = Future()
             futures.append(future)
             try:
-                self._check_prompt(call.ids, vocabulary)
+                self._check_prompt(call.ids, passes.vocabulary)
             except InvalidRequest as error:
                 future.set_exception(error)
                 continue
@@ -96,12 +96,13 @@ class TorchEngine:
             seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
             limit = min(sampling.max_tokens, self._max_len - len(call.ids))
             accepted.append(Running(list(call.ids), sampling.temperature, seed, limit, future))
-        self._scheduler.submit(accepted)
+        self._scheduler.submit(passes, accepted)
         return futures
 
     def score(self, sequences: Sequence[ScoreSequence], temperature: float) -> Future[Scores]:
         """Queue teacher forcing."""
-        vocabulary = self._vocabulary()
+        passes = self._loaded()
+        vocabulary = passes.vocabulary
         for number, sequence in enumerate(sequences):
             _check_ids(sequence.ids, f"sequences.{number}", vocabulary)
             if len(sequence.ids) > self._max_len:
@@ -116,14 +117,14 @@ class TorchEngine:
                 )
         most = max(1, min(self._prefill_tokens, _SCORE_LOGITS // vocabulary))
         job = ScoreJob(sequences, temperature, Future(), most)
-        self._scheduler.submit((), (job,))
+        self._scheduler.submit(passes, (), (job,))
         return job.future
 
-    def _vocabulary(self) -> int:
+    def _loaded(self) -> Passes:
         passes = self._passes
         if passes is None:
             raise PeerUnavailable("the engine holds no weights yet; wait until /ready answers 200")
-        return passes.vocabulary
+        return passes
 
     def _check_prompt(self, ids: Sequence[int], vocabulary: int) -> None:
         if not ids:

@@ -12,7 +12,7 @@ FORMAT = 1
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 WriterId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 ChannelName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
-IdentityText = Annotated[str, StringConstraints(pattern=r"^\d{1,10}@\d{1,6}$")]
+IdentityText = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,10}@[0-9]{1,6}$")]
 
 
 class Wire(BaseModel):
@@ -34,7 +34,7 @@ class Identity(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Identity:
         """Parse `version@epoch`; raises ValueError for anything else."""
-        match = re.fullmatch(r"(\d{1,10})@(\d{1,6})", text)
+        match = re.fullmatch(r"([0-9]{1,10})@([0-9]{1,6})", text)
         if match is None:
             raise ValueError(f"{text!r} is not an identity like 12@2 (version@epoch)")
         return cls(int(match[2]), int(match[1]))

@@ -170,7 +170,7 @@ class AckResponse(Wire):
 
 
 class RolloutSummary(Wire):
-    """A line of the rollout list."""
+    """A line of the rollout list; `tokens` counts trainable tokens over all chains."""
 
     id: Name
     run: Name

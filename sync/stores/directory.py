@@ -6,8 +6,9 @@ import errno
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import ConfigError, CorruptObject, ObjectMissing, StoreUnavailable
@@ -81,9 +82,11 @@ class DirectoryStore:
         except (FileNotFoundError, NotADirectoryError):
             raise ObjectMissing(f"{self.url} {key}: no such object") from None
         try:
-            size = os.fstat(file).st_size
-            if size > limit:
-                raise CorruptObject(f"{key}: {size} bytes, expected at most {limit}")
+            found = os.fstat(file)
+            if not stat.S_ISREG(found.st_mode):
+                raise ObjectMissing(f"{self.url} {key}: no such object (a folder has that name)")
+            if found.st_size > limit:
+                raise CorruptObject(f"{key}: {found.st_size} bytes, expected at most {limit}")
             yield file
         finally:
             os.close(file)
@@ -103,19 +106,20 @@ class DirectoryStore:
 
     def _stat(self, path: Path) -> ObjectInfo | None:
         try:
-            stat = path.stat()
+            found = path.stat()
         except (FileNotFoundError, NotADirectoryError):
             return None  # deleted between listing and stat, or never there
-        if not path.is_file():
+        if not stat.S_ISREG(found.st_mode):
             return None
         key = path.relative_to(self._root).as_posix()
-        return ObjectInfo(key, stat.st_size, stat.st_mtime, f"{stat.st_mtime_ns:x}-{stat.st_ino:x}")
+        return ObjectInfo(key, found.st_size, found.st_mtime, f"{found.st_mtime_ns:x}-{found.st_ino:x}")
 
     def delete(self, keys: Iterable[str]) -> None:
         """See Store."""
         with self._available("delete"):
             for key in keys:
-                self._path(key).unlink(missing_ok=True)
+                with suppress(FileNotFoundError, NotADirectoryError):
+                    self._path(key).unlink()
 
     @contextmanager
     def _available(self, what: str) -> Iterator[None]:

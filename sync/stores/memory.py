@@ -57,7 +57,7 @@ class MemoryStore:
     def info(self, keys: Iterable[str]) -> dict[str, ObjectInfo]:
         """See Store."""
         with self._lock:
-            return {key: self._objects[key][1] for key in keys if key in self._objects}
+            return {key: self._objects[key][1] for key in keys if check_key(key) in self._objects}
 
     def delete(self, keys: Iterable[str]) -> None:
         """See Store."""

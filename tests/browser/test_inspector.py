@@ -288,6 +288,8 @@ def test_phone_width(browser: Browser, url: str, scheme: Scheme) -> None:
         shoot(page, f"phone-list-{scheme}")
         page.get_by_test_id("row").nth(2).click()
         expect(page.get_by_test_id("tokens")).to_be_visible()
+        detail = "document.getElementById('dw-detail').getBoundingClientRect().top"
+        page.wait_for_function(f"Math.abs({detail}) < 20 || scrollY + innerHeight >= document.body.scrollHeight - 2")
         expect(page.get_by_test_id("reward")).to_be_in_viewport()
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         shoot(page, f"phone-rollout-{scheme}")

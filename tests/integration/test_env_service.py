@@ -21,10 +21,12 @@ from env_space.app import create_app
 from env_space.config import EnvConfig, PolicyLimits, Pool, Stages
 from env_space.environments import ENVIRONMENTS, Environment, Turn
 from env_space.environments.base import user
+from env_space.service.store import RolloutStore
+from sync.errors import ConfigError
 from sync.publisher import ArtifactPublisher
 from sync.schema.artifacts import Curriculum, CurriculumEntry
 from sync.schema.calls import ErrorResponse, Message
-from sync.schema.rollouts import Group, LeaseResponse, Rollout, RolloutPage, RunInfo, ServiceStatus
+from sync.schema.rollouts import Group, LeaseResponse, Rollout, RolloutPage, RunInfo, RunRequest, ServiceStatus
 from sync.stores import open_store
 
 pytestmark = pytest.mark.integration
@@ -270,6 +272,24 @@ def test_truncated_and_malformed_episodes_are_scored(
         assert rollout.reward == (reward or (1.0 if rollout.task == "secret-4" else 0.1))
         assert rollout.trainable_tokens > 0
         assert finding in "".join(rollout.findings)
+
+
+def test_requests_that_are_too_large_are_split(space: Space) -> None:
+    space.policy.state.mode = "small"
+    space.start(group_size=7)
+    assert {rollout.reward for group in space.collect(4) for rollout in group.rollouts} == {1.0}
+    assert max(space.policy.state.requests) <= 2
+    assert space.run().infrastructure_failures == 0
+
+
+def test_a_policy_that_refuses_every_call_gives_no_rewards(space: Space) -> None:
+    space.policy.state.mode = "refuse"
+    space.start()
+    space.until(lambda: space.run().groups_dropped > 4, "groups are dropped")
+    assert "no_chat_template: told to" in space.run().last_error
+    assert (space.run().groups_ready, space.run().infrastructure_failures) == (0, 0)
+    space.policy.state.mode = "ok"
+    assert space.collect(4)
 
 
 class Scripted(Environment):
@@ -557,6 +577,15 @@ def test_an_error_that_is_not_an_episodes_ends_the_run_and_says_so(space: Space,
     assert answer.status_code == 500
     assert "no such table" in answer.json()["error"]["message"]
     assert "no such table" in space.run().last_error
+
+
+def test_a_stored_run_of_a_lost_environment_is_a_clear_error(tmp_path: Path) -> None:
+    store = RolloutStore(tmp_path)
+    store.put_run(RunRequest(name="old", environment="gone", policy_url="http://127.0.0.1:1"))
+    store.close()
+    with pytest.raises(ConfigError, match="holds a run that cannot go on: environment: 'gone' is unknown"):
+        create_app(EnvConfig(folder=tmp_path, inspector=False), TOKEN)
+    RolloutStore(tmp_path).close()  # the folder was released
 
 
 def test_limits_on_runs_and_waiting(tmp_path: Path) -> None:

@@ -110,10 +110,9 @@ def test_digest_sees_names_shapes_dtypes_and_places() -> None:
         ({"v": a}, {"v": TensorSpec("BF16", (6,))}),
         ({"w": a[::-1].copy()}, {"w": TensorSpec("BF16", (6,))}),
         ({"w": a, "e": a[:0]}, {"w": TensorSpec("BF16", (6,)), "e": TensorSpec("BF16", (0,))}),
-        ({"w": a, "e": a[:0]}, {"w": TensorSpec("BF16", (6,)), "e": TensorSpec("BF16", (0, 1))[:1] + ((0,),)}),  # type: ignore[dict-item]
     ]
     digests = [state_digest(s, sc) for s, sc in states]
-    assert len(set(digests)) == len(digests) - 1  # the last two are one schema, spelled twice
+    assert len(set(digests)) == len(digests)
 
 
 @settings(max_examples=60, deadline=None)
@@ -358,7 +357,7 @@ def test_a_bomb_is_refused_before_it_is_unpacked() -> None:
         (b"\xff\xff\xff\xff", 4, "gap stream gives 0"),
         (b"\xff\xff\xff\xeb", 1, "index 1000 is outside"),
         (b"\x01\x01\x01\xff", 3, "gap stream gives 3"),
-        (b"\xff" * 4 + b"\x00" * 3, 3, "index"),
+        (b"\xff" * 4 + b"\x00" * 3, 3, "cannot hold 3 indices"),
     ],
 )
 def test_gap_streams_out_of_range_are_refused(gaps: bytes, count: int, text: str) -> None:

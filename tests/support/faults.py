@@ -89,7 +89,7 @@ def flip(where: str, at: int = -1) -> Callable[[str, bytes], bytes]:
         if where not in key or not data:
             return data
         changed = bytearray(data)
-        changed[at] ^= 0x10
+        changed[at % len(data)] ^= 0x10
         return bytes(changed)
 
     return damage
