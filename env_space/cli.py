@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import signal
-import sys
 
 from sync import settings
-from sync.serving import bind, serve, url_of, write_ready_file
+from sync.serving import bind, serve, until_stopped, url_of, write_ready_file
 
 from .config import EnvConfig
 
@@ -27,9 +24,7 @@ def run(args: argparse.Namespace) -> int:
     token = settings.token_from_environment()
     from .app import create_app
 
-    # uvicorn stops cleanly and then raises the signal again for whoever handled it before
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    with bind(config.host, config.port) as listener, contextlib.suppress(KeyboardInterrupt):
+    with until_stopped(), bind(config.host, config.port) as listener:
         url = url_of(listener)
         app = create_app(config, token, url)
         if config.ready_file is not None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import threading
 from contextlib import ExitStack
-from typing import NoReturn
 
-from sync.events import emitter
+from sync.errors import ConfigError
+from sync.events import Emit, emitter
+from sync.serving import bind, serve, until_stopped, url_of, write_ready_file
 from sync.settings import add_flags, load, to_toml, token_from_environment
 
 from .config import InferenceConfig
@@ -29,33 +29,25 @@ def run(args: argparse.Namespace) -> int:
     if args.print_config:
         sys.stdout.write(to_toml(config))
         return 0
-    signal.signal(signal.SIGTERM, _stop)
-    signal.signal(signal.SIGINT, _stop)
-    try:
-        _run(config)
-    except SystemExit as end:
-        if end.code != 0:
-            raise
+    emit = emitter("inference", config.log)
+    with until_stopped():
+        _run(config, emit)
+    emit("stopped", run=config.run)
     return 0
 
 
-def _stop(*_: object) -> NoReturn:
-    """Both signals mean a clean end; uvicorn raises the signal again after it has shut down."""
-    raise SystemExit(0)
-
-
-def _run(config: InferenceConfig) -> None:
+def _run(config: InferenceConfig, emit: Emit) -> None:
+    """Serve until SystemExit."""
     token = token_from_environment()
     from sync.follower import Follower
-    from sync.serving import bind, serve, url_of, write_ready_file
     from sync.stores import open_store
 
-    emit = emitter("inference", config.log)
+    if config.ready_file is not None and not config.ready_file.parent.is_dir():
+        raise ConfigError(f"ready_file = {config.ready_file}: its folder does not exist; create it first")
     store = open_store(config.run)
     with ExitStack() as stack:
         listener = stack.enter_context(bind(config.host, config.port))
         url = url_of(listener)
-        stack.callback(emit, "stopped", url=url)
         import torch
 
         from .app import create_app

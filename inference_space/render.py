@@ -33,8 +33,13 @@ def render(tokenizer: Any, prefix_ids: Sequence[int], messages: Sequence[Message
     if not prefix_ids:
         return _encode(tokenizer, _text(tokenizer, new, prompt=True))
     suffix = _encode(tokenizer, _suffix(tokenizer, new))
-    closed = suffix and suffix[0] == prefix_ids[-1] and suffix[0] in tokenizer.all_special_ids
+    closed = suffix[:1] == [prefix_ids[-1]] and _is_control(tokenizer, suffix[0])
     return [*prefix_ids, *(suffix[1:] if closed else suffix)]
+
+
+def _is_control(tokenizer: Any, token: int) -> bool:
+    """Not every model names its end-of-turn token among the special ones; all of them add it to the vocabulary."""
+    return token in tokenizer.all_special_ids or token in tokenizer.added_tokens_decoder
 
 
 def text_of(tokenizer: Any, output_ids: Sequence[int], *, ended: bool) -> str:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from .asgi import App
 from .errors import ConfigError
@@ -40,6 +43,28 @@ def write_ready_file(path: Path, **facts: Any) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}")
     part.write_text(json.dumps({"pid": os.getpid(), **facts}))
     part.replace(path)
+
+
+@contextmanager
+def until_stopped() -> Iterator[None]:
+    """Inside, SIGINT and SIGTERM mean a clean end: what runs is unwound, and the block is left without an error.
+
+    Use it in the main thread around everything that has to be closed. uvicorn shuts down on either signal and then
+    raises it again for whoever handled it before: this is that handler.
+    """
+
+    def stop(*_: object) -> NoReturn:
+        raise SystemExit(0)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    except SystemExit as end:
+        if end.code != 0:
+            raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def serve(app: App, listener: socket.socket) -> None:

@@ -109,7 +109,9 @@ def _render(table: Mapping[str, Any], path: tuple[str, ...], lines: list[str]) -
     plain = {k: v for k, v in table.items() if not isinstance(v, Mapping)}
     if path:
         lines.append(f"\n[{'.'.join(path)}]")
-    lines.extend(f"{key} = {json.dumps(value)}" for key, value in plain.items())
+    for key, value in plain.items():  # JSON text is TOML but for two things: surrogate escapes, and a bare DEL
+        text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        lines.append(f"{key} = {text}")
     for key, value in table.items():
         if isinstance(value, Mapping):
             _render(value, (*path, key), lines)
@@ -117,7 +119,7 @@ def _render(table: Mapping[str, Any], path: tuple[str, ...], lines: list[str]) -
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such settings file; write one with --print-config > {path.name}") from None
     except (tomllib.TOMLDecodeError, OSError, UnicodeDecodeError) as error:

@@ -85,7 +85,9 @@ class TrainConfig(Settings):
     seed: int = Field(default=0, ge=0)
     """seed of model, warm start and sampling"""
     learning_rate: float = Field(default=1e-3, gt=0)
-    """AdamW's constant rate"""
+    """AdamW's rate (at the start)"""
+    schedule: Literal["linear", "constant"] = "linear"
+    """linear: the rate falls to 0 over `steps`, which keeps a small policy from unlearning rare branches late"""
     groups_per_step: int = Field(default=28, ge=1)
     """groups in one optimizer step"""
     group_size: int = Field(default=8, ge=2)

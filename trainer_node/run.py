@@ -113,13 +113,19 @@ class _Run:
 
     # --- the order of things
 
+    def start_at_rest(self) -> Identity:
+        """Claim the channels, publish the first version of each, and wait until it is served."""
+        takeover = self.config.publishing.takeover
+        self.curriculum.open(takeover=takeover)
+        first = self.transfer.publish_first(checkpoint_tensors(self.trainer.model), takeover=takeover)
+        self._publish_curriculum(self.curriculum_state, first, step=0)
+        self._wait_for_version(first)
+        return first
+
     def run(self) -> Summary:
         """Publish, evaluate, train, publish, evaluate, measure, summarize."""
         config = self.config
-        self.curriculum.open(takeover=config.publishing.takeover)
-        first = self.transfer.publish_first(checkpoint_tensors(self.trainer.model), takeover=config.publishing.takeover)
-        self._publish_curriculum(self.curriculum_state, first, step=0)
-        self._wait_for_version(first)
+        first = self.start_at_rest()
         before = self._evaluate("before", first)
         self._start_rollouts()
         trained_from = time.monotonic()
@@ -254,7 +260,7 @@ def _arguments(config: TrainConfig, samples: int) -> AsyncGRPOConfig:
         num_generations=config.group_size,
         max_steps=config.steps,
         learning_rate=config.learning_rate,
-        lr_scheduler_type="constant",
+        lr_scheduler_type=config.schedule,
         weight_sync_steps=config.publishing.every,
         max_staleness=1_000_000,  # the adapter drops stale samples, so that the inbox hears of them
         temperature=config.temperature,

@@ -47,10 +47,9 @@ def inspect_group(group: Group, sync_of: Callable[[Identity], int | None], vocab
         raise InvalidRequest(f"group {group.id} has no usable rollout")
     for rollout in usable:
         for chain in rollout.chains:
-            if max(chain.ids) >= vocabulary:
-                raise InvalidRequest(
-                    f"rollout {rollout.id}: token id {max(chain.ids)}, the vocabulary has {vocabulary}"
-                )
+            highest = max(chain.ids, default=-1)
+            if highest >= vocabulary:
+                raise InvalidRequest(f"rollout {rollout.id}: token id {highest}, the vocabulary has {vocabulary}")
             for span in chain.weight_versions:
                 if sync_of(Identity.parse(span.version)) is None:
                     raise InvalidRequest(

@@ -52,9 +52,10 @@ class WeightTransfer:
 
     def sync_of(self, identity: Identity) -> int | None:
         """The sync count at which a version of this run was published; None for any other identity."""
+        busy = self._publisher.busy  # read before the look: what is committed but not noted yet is in flight still
         with self._lock:
             found = self._sync_of.get(identity)
-        if found is None and self._publisher.busy:
+        if found is None and busy:
             # a follower can serve a version some milliseconds before its commit is noted here
             self._publisher.settled(5.0)
             with self._lock:

@@ -156,7 +156,7 @@ def test_backpressure_then_stop_then_go_on(space: Space) -> None:
 
 
 def test_acks_are_final_and_leases_lapse(tmp_path: Path) -> None:
-    with make_space(tmp_path, lease_seconds=0.5) as space:
+    with make_space(tmp_path, lease_seconds=1.5) as space:
         space.start(purpose="evaluation", tasks=3, concurrent_groups=1, ready_groups=3)
         space.until(lambda: space.run().complete, "all groups final")
         first = space.lease(limit=10)
@@ -311,12 +311,12 @@ class Scripted(Environment):
         if self.task == "raises" and self.turns == 2:
             raise KeyError("a bug in the environment")
         if self.task == "stuck" and self.turns == 2:
-            time.sleep(0.8)
+            time.sleep(1.6)
         return Turn((user("higher"),), done=self.turns == 2 and self.task != "endless")
 
     def reward(self) -> dict[str, float] | None:
         if self.task == "slow_reward":
-            time.sleep(0.8)
+            time.sleep(1.6)
         values = {"unknown": None, "infinite": {"reward": float("inf")}}
         return values.get(self.task, {"reward": 0.25, "turns": float(self.turns)})
 
@@ -329,7 +329,7 @@ class Scripted(Environment):
 
 def test_what_goes_wrong_in_an_environment_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ENVIRONMENTS, "scripted", Scripted)
-    stages = Stages(run=Pool(seconds=0.4), score=Pool(seconds=0.4))
+    stages = Stages(run=Pool(seconds=0.8), score=Pool(seconds=0.8))
     with make_space(tmp_path, stages=stages, threads=64) as space:
         body: dict[str, Any] = {
             "environment": "scripted",
@@ -380,7 +380,7 @@ def test_one_rollout_without_a_reward_stays_in_its_group(
             return super().reset(task if first else "fine", rng)
 
     monkeypatch.setitem(ENVIRONMENTS, "scripted", OneBad)
-    stages = Stages(run=Pool(seconds=0.4), score=Pool(seconds=0.4))
+    stages = Stages(run=Pool(seconds=0.8), score=Pool(seconds=0.8))
     with make_space(tmp_path, stages=stages) as space:
         space.start(environment="scripted", purpose="evaluation", tasks=1, group_size=4)
         (group,) = space.collect(1)
@@ -393,10 +393,10 @@ def test_one_rollout_without_a_reward_stays_in_its_group(
 
 
 def test_a_call_that_outlasts_the_run_deadline_ends_in_a_scored_timeout(tmp_path: Path) -> None:
-    with make_space(tmp_path, stages=Stages(run=Pool(seconds=0.3))) as space:
+    with make_space(tmp_path, stages=Stages(run=Pool(seconds=1.0))) as space:
         space.policy.state.mode = "hang_later"  # never answered, but not failed either: call_seconds is 120
-        space.start(concurrent_groups=1, purpose="evaluation", tasks=7)
-        groups = {group.task: group for group in space.collect(7)}
+        space.start(concurrent_groups=1, purpose="evaluation", tasks=3)
+        groups = {group.task: group for group in space.collect(3)}
         for task, group in groups.items():
             expected = ("done", 1.0) if task == "secret-4" else ("timeout", 0.1)
             assert {(rollout.status, rollout.reward) for rollout in group.rollouts} == {expected}

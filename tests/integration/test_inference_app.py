@@ -395,5 +395,6 @@ def test_settings_are_printed_and_wrong_ones_refused(tmp_path: Path) -> None:
     missing = {k: v for k, v in ENVIRON.items() if k != "DELTAWIRE_TOKEN"}
     refused = subprocess.run(command(*flags), env=missing, capture_output=True, text=True)
     assert "ConfigError: DELTAWIRE_TOKEN is not set" in refused.stderr
-    refused = subprocess.run(command(*flags, "--max-len", 1), env=ENVIRON, capture_output=True, text=True)
-    assert "--max-len" in refused.stderr
+    for flag, value, why in (("--max-len", 1, "--max-len"), ("--ready-file", tmp_path / "no" / "r", "does not exist")):
+        refused = subprocess.run(command(*flags, flag, value), env=ENVIRON, capture_output=True, text=True)
+        assert why in refused.stderr

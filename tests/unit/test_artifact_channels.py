@@ -74,7 +74,7 @@ def test_a_bad_newest_artifact_keeps_the_last_good_one_and_names_itself() -> Non
     writer.publish(curriculum(1), measured_against=None)
     good = follower.poll()
     writer.publish(curriculum(2), measured_against=None)
-    for where in ("document.json", "heads/curriculum"):
+    for where in ("heads/curriculum", "document.json"):
         store.damage = flip(where)
         with pytest.raises(CorruptObject, match=where):
             follower.poll()

@@ -48,6 +48,16 @@ def test_the_turn_is_closed_once_whether_or_not_the_output_ended(ended: bool) ->
 
 
 @pytest.mark.unit
+def test_an_end_of_turn_token_that_is_not_named_special_is_not_doubled() -> None:
+    other = make_tokenizer()
+    other.eos_token = "<|pad|>"
+    end = encode("<|end|>")
+    assert end[0] not in other.all_special_ids
+    ids = render(other, [*encode("<|user|>\nx"), *end], (HIGHER,))
+    assert ids.count(end[0]) == 2
+
+
+@pytest.mark.unit
 def test_recorded_ids_are_kept_even_where_encoding_the_text_again_gives_others() -> None:
     split = [encode(c)[0] for c in "higher"]
     assert split != encode("higher")

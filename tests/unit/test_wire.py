@@ -309,7 +309,7 @@ def test_flags_win_over_the_environment_over_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words", "env", "message"),
     [
-        ("pots = 3", [], {}, r"unknown setting 'pots' in .*s\.toml; known: host, port"),
+        ("pots = 3", ["--policy.url", "u"], {}, r"unknown setting 'pots' in .*s\.toml; known: host, port"),
         ("[policy]\nurl = 'u'\nurn = 1", [], {}, r"unknown setting 'policy\.urn'"),
         ("port = 'x'", ["--policy.url", "u"], {}, r"setting 'port' in .*s\.toml: .*integer.*found 'x'"),
         ("", ["--policy.url", "u", "--port", "70000"], {}, r"setting 'port' in --port: .*65535"),
