@@ -193,13 +193,17 @@ class Follower:
         return manifest
 
     def _install(self, ref: Ref, manifest: Manifest) -> None:
-        self._mirror.install(
-            manifest.channel_uid, manifest.identity, manifest.state_digest,
-            lambda folder: download(self._store, ref, manifest, folder),
-        )  # fmt: skip
-        self._forget_engine("a new anchor must be loaded", keep_serving=True)
+        before = self._mirror.held
+        try:
+            self._mirror.install(
+                manifest.channel_uid, manifest.identity, manifest.state_digest,
+                lambda folder: download(self._store, ref, manifest, folder),
+            )  # fmt: skip
+        finally:  # the mirror may have moved although its disk failed behind
+            if self._mirror.held != before:
+                self._forget_engine("a new anchor must be loaded", keep_serving=True)
+            self._note(**self._held_facts())
         self._count(digest_checks=1, anchors_loaded=1, bytes_fetched=manifest.payload_bytes)
-        self._note(**self._held_facts())
         self._emit("anchor", version=manifest.identity, bytes=manifest.payload_bytes)
 
     def _apply(self, ref: Ref, manifest: Manifest) -> None:
@@ -223,10 +227,13 @@ class Follower:
         if sums.text() != manifest.state_digest:
             self._count(digest_failures=1)
             raise CorruptObject(f"{ref.key}: applying it gives {sums.text()}, declared {manifest.state_digest}")
-        self._mirror.apply(patches, manifest.identity, sums)
-        self._pending.append(patches)
+        try:
+            self._mirror.apply(patches, manifest.identity, sums)
+        finally:  # the mirror may have moved although its disk failed behind
+            if self._mirror.identity == manifest.identity:
+                self._pending.append(patches)
+            self._note(**self._held_facts())
         self._count(versions_applied=1, bytes_fetched=manifest.payload_bytes)
-        self._note(**self._held_facts())
         self._emit("delta", version=manifest.identity, bytes=manifest.payload_bytes)
 
     # --- mirror → engine

@@ -53,7 +53,7 @@ class Mirror:
         self._unflushed = 0
         try:
             (folder / "redo").mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._lock: int | None = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise ConfigError(f"mirror folder {folder}: cannot be written ({error.strerror}); choose another") from None
         try:
@@ -63,7 +63,14 @@ class Mirror:
             raise ConfigError(
                 f"mirror folder {folder} is in use by another process; stop it, or give this one another folder"
             ) from None
-        self._recover()
+        try:
+            self._recover()
+        except OSError as error:
+            self._release()
+            raise ConfigError(f"mirror folder {folder}: cannot be used ({error.strerror}); choose another") from None
+        except BaseException:
+            self._release()
+            raise
 
     @property
     def held(self) -> Held | None:
@@ -147,11 +154,19 @@ class Mirror:
         self.reset()
 
     def close(self) -> None:
-        """Flush and release the lock."""
-        if self.identity is not None:
-            self.flush()
-        self._mapped = None
-        os.close(self._lock)
+        """Flush and release the lock. Safe to call twice."""
+        if self._lock is None:
+            return
+        try:
+            if self.identity is not None:
+                self.flush()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+        self._mapped = self._lock = None
 
     def _raise_highest(self, reached: Identity) -> None:
         self.highest = max(reached, self.highest or reached)

@@ -78,8 +78,13 @@ def load(model: type[S], role: str, args: argparse.Namespace, environ: Mapping[s
         merged = _read_toml(Path(args.config))
         _note(merged, f"in {args.config}", origin)
     env = os.environ if environ is None else environ
+    prefix = f"DELTAWIRE_{role.upper()}_"
+    known = {prefix + "__".join(path).upper() for path in leaves(model)}
+    for name in sorted(env.keys() - known):
+        if name.startswith(prefix):
+            raise ConfigError(f"unknown setting ${name}; known: {', '.join(sorted(known))}")
     for path in leaves(model):
-        variable = f"DELTAWIRE_{role.upper()}_" + "__".join(path).upper()
+        variable = prefix + "__".join(path).upper()
         if variable in env:
             _put(merged, path, _value(env[variable]))
             origin[".".join(path)] = f"in ${variable}"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 
+from sync.events import emitter
 from sync.settings import add_flags, load, to_toml, token_from_environment
 
 from .config import TrainConfig
@@ -21,7 +24,16 @@ def run(args: argparse.Namespace) -> int:
         print(to_toml(config), end="")
         return 0
     token = token_from_environment()
+    os.environ.setdefault("TRACKIO_DIR", str(config.out.absolute() / "trackio"))  # trackio reads it when imported
     from .run import train
 
-    train(config, token)
+    if config.log != "text" or not sys.stderr.isatty():
+        train(config, token, emitter("train", config.log))
+        return 0
+    from rich.console import Console
+
+    from .view import RunView
+
+    with RunView(Console(stderr=True, highlight=False)) as view:
+        train(config, token, view.emit)
     return 0

@@ -7,15 +7,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from sync.errors import ConfigError
 from sync.settings import Settings
 
 Url = Annotated[str, Field(pattern=r"^https?://", max_length=2_048)]
+Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
 class WarmStart(Settings):
     """Supervised training of the tiny model on noisy demonstrations, before reinforcement learning."""
 
-    steps: int = Field(default=150, ge=0)
+    steps: int = Field(default=300, ge=0)
     """optimizer steps (0: no warm start)"""
     batch: int = Field(default=64, ge=1)
     """conversations per step"""
@@ -28,9 +30,9 @@ class WarmStart(Settings):
 class Evaluation(Settings):
     """The fixed evaluation set, rolled on a frozen policy before and after training."""
 
-    episodes: int = Field(default=256, ge=0)
+    episodes: int = Field(default=256, ge=0, le=65_536)
     """fixed episodes (0: no evaluation)"""
-    seed: int = Field(default=20_000, ge=0)
+    seed: Seed = 20_000
     """seed that fixes them"""
 
 
@@ -70,7 +72,7 @@ class TrainConfig(Settings):
 
     run: str = Field(min_length=1)
     """run URL in the bucket: file:///dir or a folder"""
-    environment: str = "guess"
+    environment: str = Field(default="guess", min_length=1, max_length=64)
     """environment to train on"""
     env_urls: Annotated[tuple[Url, ...], Field(min_length=1)]
     """environment Spaces to lease rollouts from"""
@@ -82,27 +84,27 @@ class TrainConfig(Settings):
     """folder for the model, metrics and summary.json"""
     steps: int = Field(default=220, ge=1)
     """optimizer steps"""
-    seed: int = Field(default=0, ge=0)
+    seed: Seed = 0
     """seed of model, warm start and sampling"""
     learning_rate: float = Field(default=1e-3, gt=0)
     """AdamW's rate (at the start)"""
-    schedule: Literal["linear", "constant"] = "linear"
-    """linear: the rate falls to 0 over `steps`, which keeps a small policy from unlearning rare branches late"""
+    schedule: Literal["constant", "tail"] = "tail"
+    """constant, or constant with a linear fall to a tenth over the last third of `steps` (tail)"""
     groups_per_step: int = Field(default=28, ge=1)
     """groups in one optimizer step"""
-    group_size: int = Field(default=8, ge=2)
+    group_size: int = Field(default=8, ge=2, le=1_024)
     """rollouts of one task"""
     micro_batches: int = Field(default=1, ge=1)
     """gradient accumulation: parts that a step's rollouts are split into"""
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0, le=100)
     """sampling temperature, the same in loss and engine"""
-    max_tokens: int = Field(default=8, ge=1)
+    max_tokens: int = Field(default=8, ge=1, le=65_536)
     """tokens the policy may sample per call"""
     max_staleness: int = Field(default=4, ge=1)
     """syncs that the oldest version in a group may lie behind"""
-    concurrent_groups: int = Field(default=32, ge=1)
+    concurrent_groups: int = Field(default=32, ge=1, le=4_096)
     """groups that the environment rolls at once"""
-    ready_groups: int = Field(default=32, ge=1)
+    ready_groups: int = Field(default=32, ge=1, le=65_536)
     """groups that may wait for the trainer"""
     oversample: float = Field(default=1.5, ge=1)
     """a step is filled with zero-spread groups when this many steps' worth of groups did not give enough others"""
@@ -119,3 +121,13 @@ class TrainConfig(Settings):
     publishing: Publishing = Publishing()
     curriculum: CurriculumSettings = CurriculumSettings()
     sparsity: Sparsity = Sparsity()
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder for results. Raises ConfigError when it cannot be used."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.joinpath(".writable").touch()
+        folder.joinpath(".writable").unlink()
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be used for results ({error.strerror}); choose another --out") from None

@@ -19,8 +19,9 @@ from sync.schema.calls import SyncStatus
 from sync.schema.rollouts import ServiceStatus
 from sync.settings import TOKEN_VARIABLE
 
-from .demo_view import DemoView, table
+from .config import make_folder
 from .peers import Peer
+from .view import RunView, table
 
 START_SECONDS = 120.0
 STOP_SECONDS = 15.0
@@ -43,8 +44,9 @@ def run(args: argparse.Namespace) -> int:
     bucket = out / "bucket"
     if bucket.exists() and any(bucket.iterdir()):
         _set_aside(out)
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     token = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(16)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the children too, like Ctrl-C
     bucket.mkdir(exist_ok=True)
     with ExitStack() as stack:
         crew = stack.enter_context(_Crew(out, token))
@@ -52,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
         policy_url = crew.space("inference", f'run = "file://{bucket}"\nfolder = "{out}/mirror"\nlog = "json"\n')
         trainer = crew.start("train", _train_settings(args, out, bucket, env_url, policy_url))
         inspector = f"{env_url}/?key={token}"
-        view = stack.enter_context(DemoView(inspector, args.steps))
+        view = stack.enter_context(RunView())
+        view.say(f"inspector  {inspector}")
         peers = [stack.enter_context(closing(Peer(url, token, seconds=5.0))) for url in (policy_url, env_url)]
         _watch(crew, trainer, out / "train.log", view, peers)
         summary = json.loads((out / "summary.json").read_text())
@@ -154,7 +157,7 @@ class _Crew:
                 )
 
 
-def _watch(crew: _Crew, trainer: subprocess.Popen[bytes], log: Path, view: DemoView, peers: list[Peer]) -> None:
+def _watch(crew: _Crew, trainer: subprocess.Popen[bytes], log: Path, view: RunView, peers: list[Peer]) -> None:
     """Show the trainer's events and the Spaces' counters until the trainer ends."""
     policy, env = peers
     asked = 0.0
@@ -162,7 +165,7 @@ def _watch(crew: _Crew, trainer: subprocess.Popen[bytes], log: Path, view: DemoV
         while True:
             ended = trainer.poll() is not None
             for line in lines:
-                view.event(line)
+                view.line(line)
             crew.check()
             if ended:
                 return

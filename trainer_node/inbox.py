@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from sync.errors import DeltawireError, InvalidRequest, PeerUnavailable, RetryError
 from sync.events import Emit
 from sync.schema.base import Identity
-from sync.schema.rollouts import AckRequest, AckResponse, Group, LeaseResponse, RenewRequest
+from sync.schema.rollouts import AckRequest, AckResponse, Group, HarnessVersions, LeaseResponse, RenewRequest
 
 from .curriculum import TaskStats
 from .peers import Peer
@@ -34,6 +34,7 @@ class _Pending:
 
     peer: Peer
     left: int
+    harness: HarnessVersions
 
 
 @dataclass
@@ -73,6 +74,7 @@ class RolloutInbox:
         self._threads: list[threading.Thread] = []
         self._error: BaseException | None = None
         self._heard = time.monotonic()
+        self._stale_since: float | None = None
         self._trouble = ""
         self._pending: dict[str, _Pending] = {}
         self._finished: OrderedDict[str, None] = OrderedDict()
@@ -103,35 +105,47 @@ class RolloutInbox:
         """TRL's hint after each sync; staleness is read off the samples instead."""
 
     def check_health(self, stale_after_s: float) -> None:  # noqa: ARG002 - ours is peer_seconds
-        """Raise what a leasing thread died of, or PeerUnavailable when nothing was heard for too long."""
+        """Raise what a leasing thread died of, or PeerUnavailable when for too long no group came that can be trained,
+        or only stale ones."""
         if self._error is not None:
             raise self._error
+        urls, limit = ", ".join(p.url for p in self._peers), self._settings.peer_seconds
         silent = time.monotonic() - self._heard
-        if silent > self._settings.peer_seconds:
-            urls = ", ".join(p.url for p in self._peers)
+        if silent > limit:
             raise PeerUnavailable(
-                f"no rollouts from {urls} for {silent:.0f} s (limit {self._settings.peer_seconds:.0f} s, setting "
-                f"peer_seconds); last trouble: {self._trouble or 'none, the Space answers but has no group'}"
+                f"no rollouts from {urls} for {silent:.0f} s (limit {limit:.0f} s, setting peer_seconds); "
+                f"last trouble: {self._trouble or 'none, the Space answers but has no group'}"
+            )
+        since = self._stale_since
+        if since is not None and time.monotonic() - since > limit:
+            raise PeerUnavailable(
+                f"every rollout from {urls} was too old (setting max_staleness) for more than {limit:.0f} s (setting "
+                "peer_seconds); last_error in /sync/status of the inference Space says why it does not follow"
             )
 
     # --- called by the trainer
 
     def trained(self, groups: Sequence[str]) -> None:
-        """One sample of each named group (repeats count) went through a finished optimizer step or was set aside."""
+        """One sample of each named group (repeats count) went through a finished optimizer step."""
         with self._lock:
+            if groups:
+                self._stale_since = None
             for name in groups:
                 pending = self._pending.get(name)
-                if pending is None:
-                    continue
-                pending.left -= 1
-                if pending.left == 0:
-                    del self._pending[name]
-                    self._finish(name, pending.peer)
+                if pending is not None:
+                    for channel, version in pending.harness.model_dump(exclude_none=True).items():
+                        self._harness.setdefault(channel, set()).add(version)
+                    self._one_less(name, pending)
 
     def stale(self, group: str) -> None:
         """A sample was dropped for its age; counted once per sample."""
-        self.counts.groups["stale_samples"] += 1
-        self.trained([group])
+        with self._lock:
+            self.counts.groups["stale_samples"] += 1
+            if self._stale_since is None:
+                self._stale_since = time.monotonic()
+            pending = self._pending.get(group)
+            if pending is not None:
+                self._one_less(group, pending)
 
     def take_stats(self) -> dict[str, TaskStats]:
         """Statistics per task since the last call."""
@@ -140,7 +154,7 @@ class RolloutInbox:
             return stats
 
     def take_harness(self) -> dict[str, tuple[str, ...]]:
-        """Artifact versions of the groups queued since the last call: channel → identities."""
+        """Artifact versions of the groups trained since the last call: channel → identities."""
         with self._lock:
             taken, self._harness = self._harness, {}
         return {channel: tuple(sorted(versions, key=Identity.parse)) for channel, versions in taken.items()}
@@ -148,15 +162,15 @@ class RolloutInbox:
     # --- leasing threads
 
     def _serve(self, peer: Peer) -> None:
-        renewed, backoff = time.monotonic(), 0.2
+        renewed, every, backoff = time.monotonic(), RENEW_SECONDS, 0.2
         try:
             while not self._stop.is_set():
                 try:
                     self._ack(peer)
-                    if time.monotonic() - renewed > RENEW_SECONDS:
+                    if time.monotonic() - renewed > every:
                         self._renew(peer)
                         renewed = time.monotonic()
-                    self._lease(peer)
+                    every = self._lease(peer, every)
                     backoff = 0.2
                 except RetryError as error:
                     self._trouble = str(error)
@@ -186,14 +200,16 @@ class RolloutInbox:
         if names:
             peer.post("/v1/rollouts/renew", RenewRequest(groups=tuple(names)), AckResponse)
 
-    def _lease(self, peer: Peer) -> None:
+    def _lease(self, peer: Peer, every: float) -> float:
+        """Lease what there is room for; returns how often leases must be renewed, in seconds."""
         room = self.rollout_buffer.maxsize - self.rollout_buffer.qsize()
         groups = min(self._settings.lease_limit, room // self._settings.group_size)
         if groups < 1:
             self._heard = time.monotonic()  # the trainer is the slow side now
             self._stop.wait(0.02)
-            return
-        answer = peer.get("/v1/rollouts", LeaseResponse, seconds=60.0, run=self._settings.run, limit=groups, wait=5)
+            return every
+        wait = min(5.0, every)
+        answer = peer.get("/v1/rollouts", LeaseResponse, seconds=60.0, run=self._settings.run, limit=groups, wait=wait)
         boot = self.counts.boots.get(peer.url)
         if boot != answer.boot_id:
             self.counts.boots[peer.url] = answer.boot_id
@@ -201,8 +217,8 @@ class RolloutInbox:
                 self.counts.groups["space_restarts"] += 1
                 self._emit("space_restarted", peer=peer.url, boot=answer.boot_id)
         for group in answer.groups:
-            self._heard = time.monotonic()
             self._accept(peer, group)
+        return min(RENEW_SECONDS, answer.seconds / 3)
 
     def _accept(self, peer: Peer, group: Group) -> None:
         with self._lock:
@@ -218,8 +234,9 @@ class RolloutInbox:
         try:
             facts = inspect_group(group, self._sync_of, self._settings.vocabulary)
         except InvalidRequest as error:
-            self._set_aside(peer, group, "refused", str(error))
+            self._refuse(peer, group, str(error))
             return
+        self._heard = time.monotonic()
         with self._lock:
             self._stats.setdefault(group.task, TaskStats()).add(facts.useful_share, facts.success)
             if not facts.spread:
@@ -253,9 +270,7 @@ class RolloutInbox:
     def _queue(self, peer: Peer, group: Group) -> None:
         samples = group_samples(group, self._sync_of)
         with self._lock:
-            self._pending[group.id] = _Pending(peer, len(samples))
-            for channel, version in group.harness.model_dump(exclude_none=True).items():
-                self._harness.setdefault(channel, set()).add(version)
+            self._pending[group.id] = _Pending(peer, len(samples), group.harness)
         for sample in samples:
             while not self._stop.is_set():
                 try:
@@ -264,11 +279,19 @@ class RolloutInbox:
                 except queue.Full:
                     self._heard = time.monotonic()
 
-    def _set_aside(self, peer: Peer, group: Group, why: str, detail: str) -> None:
+    def _refuse(self, peer: Peer, group: Group, why: str) -> None:
+        self._trouble = why
         with self._lock:
-            self.counts.groups[why] += 1
+            self.counts.groups["refused"] += 1
             self._finish(group.id, peer)
-        self._emit("group_refused", group=group.id, why=detail)
+        self._emit("group_refused", group=group.id, why=why)
+
+    def _one_less(self, name: str, pending: _Pending) -> None:
+        """One sample of a pending group needs nothing more (the lock is held)."""
+        pending.left -= 1
+        if pending.left == 0:
+            del self._pending[name]
+            self._finish(name, pending.peer)
 
     def _finish(self, name: str, peer: Peer) -> None:
         """Remember a group as done and queue its ack (the lock is held)."""

@@ -103,15 +103,38 @@ def resolve(model: str) -> Path:
     """The local folder of a checkpoint: a folder as it is, a Hub id downloaded. Raises ConfigError when unreadable."""
     folder = Path(model)
     if folder.is_dir():
-        if not any(folder.glob("*.safetensors")):
-            raise ConfigError(f"{folder}: no .safetensors file in this model folder")
-        return folder
+        return _readable(folder)
     if model.startswith((".", "/")):
         raise ConfigError(f"{model}: no such model folder; give --model a checkpoint folder, a Hub id, or tiny")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model))
+        folder = Path(snapshot_download(model))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ConfigError(f"model {model!r} is no folder and cannot be downloaded: {error}") from None
+        why = " ".join(str(error).split())
+        raise ConfigError(f"model {model!r} is no folder and cannot be downloaded: {why}") from None
+    return _readable(folder)
+
+
+def _readable(folder: Path) -> Path:
+    """Return `folder` when its config, tokenizer and tensor headers can be read; raises ConfigError otherwise."""
+    from safetensors import SafetensorError, safe_open
+    from transformers import AutoConfig, AutoTokenizer
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{folder}: no .safetensors file in this model folder")
+    side_files(folder)
+    try:
+        AutoConfig.from_pretrained(folder)
+        AutoTokenizer.from_pretrained(folder)
+        for path in files:
+            with safe_open(path, "pt"):
+                pass
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        why = " ".join(str(error).split())
+        raise ConfigError(
+            f"{folder}: cannot be loaded ({why}); give --model a checkpoint folder, a Hub id, or tiny"
+        ) from None
+    return folder

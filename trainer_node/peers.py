@@ -8,19 +8,22 @@ from typing import Any, TypeVar
 
 import httpx
 
-from sync.errors import InvalidRequest, PeerUnavailable
+from sync.errors import ConfigError, InvalidRequest, PeerUnavailable
 from sync.schema.base import Wire
 
 T = TypeVar("T", bound=Wire)
 
 
 class Peer:
-    """A Space at `url`. Thread-safe. Close it."""
+    """A Space at `url`. Thread-safe. Close it. Raises ConfigError when `url` cannot be one."""
 
     def __init__(self, url: str, token: str, *, seconds: float = 30.0) -> None:
         self.url = url.rstrip("/")
         headers = {"Authorization": f"Bearer {token}"}
-        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=seconds)
+        try:
+            self._client = httpx.Client(base_url=self.url, headers=headers, timeout=seconds)
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"{url!r} is no URL of a Space ({error}); write http://host:port") from None
 
     def close(self) -> None:
         """Close the connections."""

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from sync.errors import PeerUnavailable
-from sync.events import Emit, emitter
+from sync.events import Emit
 from sync.publisher import ArtifactPublisher, Published, Publisher, PublisherOptions
 from sync.schema.artifacts import Curriculum
 from sync.schema.base import Identity
@@ -27,7 +27,7 @@ from sync.schema.calls import Message, SyncStatus
 from sync.schema.rollouts import RunInfo, RunRequest, ServiceStatus
 from sync.stores import Store, open_store
 
-from .config import TrainConfig
+from .config import TrainConfig, make_folder
 from .curriculum import next_curriculum
 from .evaluate import Score, evaluate
 from .inbox import InboxSettings, RolloutInbox
@@ -40,12 +40,13 @@ from .trl_adapter import AsyncGRPOConfig, DeltawireTrainer, install_cpu_shims
 from .warmstart import warm_start
 
 
-def train(config: TrainConfig, token: str) -> Summary:
+def train(config: TrainConfig, token: str, emit: Emit) -> Summary:
     """Train as `config` says and write `summary.json`. Raises DeltawireError for what a user can mend."""
     torch.set_num_threads(config.threads)
-    config.out.mkdir(parents=True, exist_ok=True)
-    emit = emitter("train", config.log)
+    make_folder(config.out)
     store = open_store(config.run, create=True)
+    if config.model != "tiny":
+        resolve(config.model)  # a model that cannot be used is named before anything is waited for
     with ExitStack() as stack:
         envs = [stack.enter_context(closing(Peer(url, token))) for url in config.env_urls]
         policy = stack.enter_context(closing(Peer(config.policy_url, token)))
@@ -245,22 +246,27 @@ class _StepCallback(TrainerCallback):  # type: ignore[misc]
             self._run.step_ended(state.global_step, logs)
 
 
+def _tail(steps: int) -> dict[str, Any]:
+    """Constant for two thirds of the steps, then linear to a tenth of the rate."""
+    return {"num_decay_steps": max(1, steps // 3), "min_lr_ratio": 0.1, "decay_type": "linear"}
+
+
 def _arguments(config: TrainConfig, samples: int) -> AsyncGRPOConfig:
     on_gpu = torch.cuda.is_available()
-    os.environ.setdefault("TRACKIO_DIR", str(config.out.absolute() / "trackio"))
     return AsyncGRPOConfig(
         output_dir=str(config.out / "trl"),
         use_cpu=not on_gpu,
         bf16=on_gpu,
         dtype="float32",
-        gradient_checkpointing=on_gpu,
+        activation_checkpointing=on_gpu,
         token_budget=0,
         per_device_train_batch_size=max(1, samples // config.micro_batches),
         gradient_accumulation_steps=config.micro_batches,
         num_generations=config.group_size,
         max_steps=config.steps,
         learning_rate=config.learning_rate,
-        lr_scheduler_type=config.schedule,
+        lr_scheduler_type="warmup_stable_decay" if config.schedule == "tail" else "constant",
+        lr_scheduler_kwargs=_tail(config.steps) if config.schedule == "tail" else {},
         weight_sync_steps=config.publishing.every,
         max_staleness=1_000_000,  # the adapter drops stale samples, so that the inbox hears of them
         temperature=config.temperature,

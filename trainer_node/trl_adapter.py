@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import queue
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -90,12 +91,15 @@ class _FreshQueue:
         self.last: Any = None
 
     def get(self, timeout: float) -> Any:
-        while True:
-            sample = self._source.get(timeout=timeout)
+        """The next sample that is young enough; raises queue.Empty at the deadline, whatever was dropped meanwhile."""
+        give_up = time.monotonic() + timeout
+        while (left := give_up - time.monotonic()) > 0:
+            sample = self._source.get(timeout=left)
             if self._version() - sample.model_version <= self._limit:
                 self.last = sample
                 return sample
             self._on_stale(sample.group)
+        raise queue.Empty
 
     def qsize(self) -> int:
         return self._source.qsize()
@@ -168,8 +172,12 @@ class DeltawireTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
         self.recent_inputs.append(inputs)
         return super().training_step(model, inputs, num_items_in_batch)
 
+    def _sync_weight(self) -> None:
+        self.finish_step()  # so that the version names the harness of everything that was trained into it
+        super()._sync_weight()
+
     def finish_step(self) -> None:
-        """Tell the inbox what the optimizer step that just ended had trained."""
+        """Tell the inbox what was trained since the last call."""
         groups, self._in_step = self._in_step, []
         self._on_trained(groups)
 

@@ -47,10 +47,11 @@ class Guess(Environment):
 
     def step(self, text: str) -> Turn:
         """Answer a guess with higher, lower or correct; done when found, malformed or out of guesses."""
-        if not re.fullmatch(rf"[{LOW}-{HIGH}]", text.strip()):
+        said = text.strip()
+        if not re.fullmatch(rf"[{LOW}-{HIGH}]", said):
             self._malformed = True
             return Turn((user("malformed"),), done=True)
-        guess = int(text)
+        guess = int(said)
         self._guesses += 1
         self._consistent += self._low <= guess <= self._high
         if guess == self._secret:

@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 from sync.chains import ChainBuilder
 from sync.errors import InvalidRequest, PeerUnavailable
 from sync.schema.base import Identity
-from sync.schema.calls import CallResult, Message
+from sync.schema.calls import TOO_LONG_CODES, CallResult, Message
 from sync.schema.rollouts import Chain, Rollout, RolloutStatus, RunRequest
 
 from ..environments import Environment
-from .policy import TOO_LONG, Policy
+from .policy import Policy
 from .stages import Budget, Pipeline, Stage, StageTimeout
 from .store import Draw
 
@@ -168,7 +168,7 @@ class _Episode:
             try:
                 result = await self._call(number, new, budget)
             except InvalidRequest as error:
-                long = error.code in TOO_LONG
+                long = error.code in TOO_LONG_CODES
                 finding = f"turn {number}: the policy refused the call: {error}"
                 trace.ended("truncated" if long else "agent_error", finding, scorable=long)
                 return

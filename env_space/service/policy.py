@@ -16,25 +16,13 @@ from pydantic import ValidationError
 from pydantic_core import to_json
 
 from sync.errors import InvalidRequest, PeerUnavailable
-from sync.schema.calls import CallResult, ErrorResponse, GenerateResponse
+from sync.schema.calls import REFUSED_CODES, TOO_LONG_CODES, CallResult, ErrorResponse, GenerateResponse
 
 from ..config import PolicyLimits
 
 Call = dict[str, Any]
 _Pending = tuple[Call, "asyncio.Future[CallResult]"]
 _FIRST_PAUSE = 0.05
-TOO_LONG = frozenset({"prompt_too_long", "sequence_too_long", "body_too_large"})
-"""Codes of an inference Space that mean: this conversation has outgrown the policy."""
-_FINAL = frozenset(
-    {
-        "invalid_request",
-        "empty_prompt",
-        "unknown_token",
-        "template",
-        "template_not_prefix_preserving",
-        "no_chat_template",
-    }
-)
 
 
 @dataclass(slots=True)
@@ -200,7 +188,7 @@ class Policy:
 
 def _final(result: CallResult) -> bool:
     """True where the same call would be refused again."""
-    return result.error is not None and result.error.code in TOO_LONG | _FINAL
+    return result.error is not None and result.error.code in TOO_LONG_CODES | REFUSED_CODES
 
 
 def _refusal(where: str, answer: httpx.Response) -> _Refused:

@@ -13,6 +13,21 @@ TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Ids = Annotated[tuple[TokenId, ...], Field(max_length=1_048_576)]
 
 
+TOO_LONG_CODES = frozenset({"prompt_too_long", "sequence_too_long", "body_too_large"})
+"""Error codes that mean: this conversation has outgrown the policy."""
+REFUSED_CODES = frozenset(
+    {
+        "invalid_request", "empty_prompt", "unknown_token", "template", "template_not_prefix_preserving",
+        "no_chat_template", "unsupported",
+    }
+)  # fmt: skip
+"""Error codes that mean: the same call will be refused again."""
+TRANSIENT_CODES = frozenset(
+    {"deadline", "not_ready", "engine_failed", "internal", "model_changed", "not_finite", "overloaded"}
+)
+"""Error codes that mean: infrastructure; the same call may work later, and nothing is known of the policy."""
+
+
 class ErrorBody(Wire):
     """The content of every error answer: `{"error": {...}}`."""
 

@@ -104,10 +104,10 @@ def test_more_than_the_limit_is_corrupt(store: Store, tmp_path: Path) -> None:
     with pytest.raises(ObjectMissing):
         store.fetch("b", target, limit=4)
     assert target.read_bytes() == b"before"
-    assert os.listdir(target.parent) == ["file"]
+    assert list(target.parent.iterdir()) == [target]
     store.fetch("a", target, limit=5)
     assert target.read_bytes() == b"12345"
-    assert os.listdir(target.parent) == ["file"]
+    assert list(target.parent.iterdir()) == [target]
 
 
 @pytest.mark.parametrize("key", BAD_KEYS)
@@ -127,16 +127,16 @@ def test_a_key_outside_the_grammar_is_refused_by_every_method(store: Store, key:
 
 
 def test_concurrent_readers_never_see_half_an_object(store: Store, tmp_path: Path) -> None:
-    size, stop, wrong, reads = 300_000, threading.Event(), [], [0, 0]
+    size, stop, reads = 300_000, threading.Event(), [0, 0]
+    wrong: list[int] = []
     store.put_batch({"heads/h": b"a" * size})
 
     def read(number: int) -> None:
         path = tmp_path / f"copy-{number}"
         while not stop.is_set():
             store.fetch("heads/h", path, limit=size)
-            for data in (store.get("heads/h", limit=size), path.read_bytes()):
-                if len(data) != size or data != data[:1] * size:
-                    wrong.append(len(data))
+            found = (store.get("heads/h", limit=size), path.read_bytes())
+            wrong.extend(len(data) for data in found if len(data) != size or data != data[:1] * size)
             if any(i.size != size for i in store.list("heads/")) or len(store.list("heads/")) != 1:
                 wrong.append(-1)
             reads[number] += 1
@@ -195,13 +195,15 @@ while True:
 
 def test_leftovers_of_a_killed_writer_are_invisible(tmp_path: Path) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        [sys.executable, "-c", WRITER, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     ) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"going\n"
-        seen: list[str] = []
+        seen: list[Path] = []
         while not seen:  # catch it in the middle of a write
-            seen = [p for p in os.listdir(tmp_path / "w") if p.startswith(".")]
+            seen = list((tmp_path / "w").glob(".*"))
         child.send_signal(signal.SIGKILL)
     (tmp_path / "w" / ".part-0123456789abcdef").write_bytes(b"half")
     store = DirectoryStore(tmp_path)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def test_digest_is_free_of_order_and_additive_over_shards(
         flat = bits(state[name])
         cuts = [0, *np.sort(rng.integers(0, spec.size + 1, shards - 1)).tolist(), spec.size]
         parts = ZERO
-        for a, b in zip(cuts[:-1], cuts[1:], strict=True):
+        for a, b in pairwise(cuts):
             parts = parts.plus(element_sums(name, None, flat[a:b], start=a))
         order = rng.permutation(spec.size)
         assert parts == element_sums(name, None, flat) == element_sums(name, order, flat[order])
@@ -117,9 +118,7 @@ def test_digest_sees_names_shapes_dtypes_and_places() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(pairs(), codecs, st.integers(0, 2**32))
-def test_a_wrong_base_at_a_touched_place_is_an_error_and_nothing_is_written(
-    pair: Pair, codec: str, seed: int
-) -> None:
+def test_a_wrong_base_at_a_touched_place_is_an_error_and_nothing_is_written(pair: Pair, codec: str, seed: int) -> None:
     schema, old, new = pair
     payload = encode_delta(old, new, codec, schema)
     touched = decode_delta(payload, old, schema)
@@ -159,7 +158,7 @@ def test_many_tiny_tensors_stay_within_the_bound() -> None:
 
 
 def test_changed_names_shapes_and_dtypes_are_schema_changes() -> None:
-    old = {"w": np.zeros((2, 3), np.float32), "b": np.zeros(2, np.float16)}
+    old: State = {"w": np.zeros((2, 3), np.float32), "b": np.zeros(2, np.float16)}
     changes: list[State] = [
         {"w": old["w"]},
         {**old, "c": old["b"]},
@@ -172,7 +171,8 @@ def test_changed_names_shapes_and_dtypes_are_schema_changes() -> None:
         with pytest.raises(SchemaChanged, match="publish an anchor"):
             encode_delta(old, new)
     payload = encode_delta(old, {**old, "b": np.ones(2, np.float16)})
-    for other in ({"w": old["w"]}, {**old, "w": np.zeros((3, 2), np.float32)}):
+    others: list[State] = [{"w": old["w"]}, {**old, "w": np.zeros((3, 2), np.float32)}]
+    for other in others:
         before = copied(other)
         with pytest.raises(SchemaChanged):
             apply_delta(other, payload)
@@ -220,10 +220,14 @@ def _sample(codec: str) -> tuple[dict[str, TensorSpec], State, State, bytes]:
     return schema, old, new, encode_delta(old, new, codec, schema)
 
 
-def _with_header(payload: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
+def _with_header(payload: bytes, name: str, value: object, field: str = "") -> bytes:
+    """The payload with one header entry, or one field of it, replaced."""
     length = int.from_bytes(payload[:8], "little")
-    header = json.loads(payload[8 : 8 + length])
-    change(header)
+    header: dict[str, Any] = json.loads(payload[8 : 8 + length])
+    if field:
+        header[name][field] = value
+    else:
+        header[name] = value
     text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + payload[8 + length :]
 
@@ -255,20 +259,29 @@ def _stream_mutations(payload: bytes) -> Iterator[bytes]:
         yield pack({**streams, f"{name}x": (spec, data)}, metadata)
 
 
+SHAPES = ([1] * 65, [0] * 70, [2**53, 2**53, 0], [2**53] * 40, [-1], [True], "x", None, [1.0], [2**70])
+OFFSETS = ([0, 2**62], [5, 1], [-8, 8], [0], "x", None, [0.0, 8.0], [0, 0])
+DTYPES: tuple[object, ...] = ("U8", "F64", "I4", "", None, [], {}, 7)
+METADATA: tuple[object, ...] = (
+    None,
+    3,
+    [],
+    {},
+    {"format": 1},
+    {"format": "deltawire-delta-2"},
+    {"format": "deltawire-delta-1"},
+)
+
+
 def _header_mutations(payload: bytes) -> Iterator[bytes]:
-    _, streams = _streams(payload)
-    for name in streams:
-        for shape in ([1] * 65, [0] * 70, [2**53, 2**53, 0], [2**53] * 40, [-1], [True], "x", None, [1.0], [2**70]):
-            yield _with_header(payload, lambda h, n=name, s=shape: h[n].update(shape=s))
-        for offsets in ([0, 2**62], [5, 1], [-8, 8], [0], "x", None, [0.0, 8.0], [0, 0]):
-            yield _with_header(payload, lambda h, n=name, o=offsets: h[n].update(data_offsets=o))
-        for dtype in ("U8", "F64", "I4", "", None, [], {}, 7):
-            yield _with_header(payload, lambda h, n=name, d=dtype: h[n].update(dtype=d))
+    for name in _streams(payload)[1]:
+        for field, values in (("shape", SHAPES), ("data_offsets", OFFSETS), ("dtype", DTYPES)):
+            for value in values:
+                yield _with_header(payload, name, value, field)
         for value in (None, 3, [], "x", {}):
-            yield _with_header(payload, lambda h, n=name, v=value: h.update({n: v}))
-        yield _with_header(payload, lambda h, n=name: h.pop(n))
-    for metadata in (None, 3, [], {}, {"format": 1}, {"format": "deltawire-delta-2"}, {"format": "deltawire-delta-1"}):
-        yield _with_header(payload, lambda h, m=metadata: h.update(__metadata__=m))
+            yield _with_header(payload, name, value)
+    for metadata in METADATA:
+        yield _with_header(payload, "__metadata__", metadata)
     for text in (b"", b"[]", b"null", b"{", b"\xff\xfe", b"[" * 50_000, b'{"a":' * 50_000, b"1" * 5_000, b'{"x": NaN}'):
         yield len(text).to_bytes(8, "little") + text + payload[-200:]
     for length in (0, 1, 2**31, 2**63, 2**64 - 1):
@@ -282,7 +295,7 @@ def _byte_mutations(payload: bytes, count: int) -> Iterator[bytes]:
         for at in rng.integers(0, len(payload), rng.choice([1, 1, 1, 3])):
             changed[at] ^= 1 << int(rng.integers(8))
         yield bytes(changed)
-    for size in (*range(0, 64), *np.sort(rng.integers(64, len(payload), 150)).tolist()):
+    for size in (*range(64), *np.sort(rng.integers(64, len(payload), 150)).tolist()):
         yield payload[:size]
     for extra in (b"\0", b"\0" * 8, payload):
         yield payload + extra

@@ -34,7 +34,6 @@ class Channel(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp(prefix="deltawire-machine-"))
         self.store = MemoryStore()
         self.view = FaultStore(self.store)
-        self.past = copy_of(self.store)
         self.share, self.every, self.codec = share, every, codec
         self.time = Time()
         self.training = small_state(1, rows=6)
@@ -43,6 +42,7 @@ class Channel(RuleBasedStateMachine):
         self.highest: Identity | None = None
         self.writer = self.new_writer()
         self.remember(self.writer.open(self.training, stamp(0)))
+        self.past = copy_of(self.store)
         self.engine = NumpyEngine()
         self.follower = Follower(self.view, self.folder / "m", self.engine)
 
@@ -59,7 +59,9 @@ class Channel(RuleBasedStateMachine):
     def offer(self) -> None:
         self.count += 1
         assert self.writer.identity is not None
-        assert same_bits(self.writer._base, self.model[self.writer.identity])  # I7: the base is the last committed version
+        assert same_bits(
+            self.writer._base, self.model[self.writer.identity]
+        )  # I7: the base is the last committed version
         assert self.writer.offer(self.training, stamp(self.count))
         self.writer.wait()
         assert same_bits(self.writer._base, self.training)
@@ -203,5 +205,5 @@ class Channel(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
 
-Channel.TestCase.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+Channel.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 TestChannel = Channel.TestCase

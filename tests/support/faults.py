@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -22,8 +21,8 @@ class Stopped(BaseException):
 class FaultStore:
     """Passes calls on to `inner`; every call is counted and may be hit by a fault.
 
-    `at`: call number → fault. `rule`: (method, keys) → fault or None, asked for every call. `damage`: what a reader gets
-    instead of the stored bytes. `stale`: a store whose listings and look-ups are shown instead of the present ones.
+    `at`: call number → fault. `rule`: (method, keys) → fault or None, asked for every call. `damage`: what a reader
+    gets instead of the stored bytes. `stale`: a store whose listings and look-ups are shown instead.
     """
 
     def __init__(self, inner: Store, at: Mapping[int, Fault] | None = None) -> None:
@@ -100,10 +99,8 @@ def cut(where: str) -> Callable[[str, bytes], bytes]:
     return lambda key, data: data[:-1] if where in key else data
 
 
-def copy_of(store: Store) -> MemoryStore:
-    """Everything that a store holds now, in a store of its own."""
+def copy_of(store: MemoryStore) -> MemoryStore:
+    """Everything that a store holds now, etags included, in a store of its own. Read it only."""
     copy = MemoryStore()
-    for info in store.list(""):
-        with suppress(FileNotFoundError):
-            copy.put_batch({info.key: store.get(info.key, limit=info.size)})
+    copy._objects = dict(store._objects)
     return copy

@@ -63,7 +63,9 @@ def publish(writer: Publisher, state: State, n: int = 1) -> Identity:
 
 def abandon(follower: Follower) -> None:
     """End a follower as a kill does: nothing is flushed, the operating system frees its lock."""
-    os.close(follower._mirror._lock)
+    if (lock := follower._mirror._lock) is not None:
+        os.close(lock)
+        follower._mirror._lock = None
 
 
 def folder_bytes(folder: Path) -> dict[str, bytes]:

@@ -73,9 +73,7 @@ def edited(rng: np.random.Generator, state: State, schema: Schema, density: floa
 
 def same_bits(a: Mapping[str, NDArray[Any]], b: Mapping[str, NDArray[Any]]) -> bool:
     """True when two states agree in names, shapes and every bit."""
-    return a.keys() == b.keys() and all(
-        a[n].shape == b[n].shape and np.array_equal(bits(a[n]), bits(b[n])) for n in a
-    )
+    return a.keys() == b.keys() and all(a[n].shape == b[n].shape and np.array_equal(bits(a[n]), bits(b[n])) for n in a)
 
 
 SHAPES = st.one_of(

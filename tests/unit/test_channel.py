@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +28,7 @@ from support.runs import (
     refs_of,
     stamp,
 )
-from support.states import NumpyEngine, State, nudged, same_bits, small_state
+from support.states import NumpyEngine, nudged, same_bits, small_state
 
 from sync import DirectoryStore, Follower, Identity, MemoryStore, Publisher, Stamp, state_digest
 from sync.digest import Sums
@@ -40,6 +43,7 @@ from sync.errors import (
     StoreUnavailable,
 )
 from sync.mirror import Mirror
+from sync.safetensors_io import MappedState
 from sync.stores import Store
 from sync.tensors import schema_of, state_bytes
 
@@ -316,13 +320,13 @@ def test_a_young_head_fences_a_second_writer_until_takeover_close_or_ten_minutes
 
 
 def test_a_claim_survives_a_stale_look_at_its_own_probe() -> None:
-    store = FaultStore(MemoryStore())
+    store = MemoryStore()
     publisher(store).open(small_state(), stamp(0))
-    rival = FaultStore(store.inner)
-    rival.stale = copy_of(store.inner)
+    rival = FaultStore(store)
+    rival.stale = copy_of(store)
     with pytest.raises(DeltawireError):
         publisher(rival).open(small_state(), stamp(0))
-    assert head_of(store.inner).epoch == 1
+    assert head_of(store).epoch == 1
 
 
 def test_a_takeover_fences_the_old_writer_and_readers_move_to_the_new_epoch(run: Run) -> None:
@@ -747,6 +751,59 @@ def test_a_damaged_mirror_is_rebuilt_from_the_bucket(run: Run, harm: str) -> Non
     run.follower.poll()
     run.check()
     assert len(list(run.folder.glob("g-*"))) == 1
+
+
+@pytest.mark.parametrize("call", range(6))
+@pytest.mark.parametrize("kind", ["delta", "anchor"])
+def test_a_disk_that_fails_once_never_leaves_the_engine_with_other_bits(
+    run: Run, kind: str, call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.follower._mirror._flush_every = 2
+    if kind == "delta":
+        run.publish(3)
+    else:
+        run.writer.close()
+        run.writer, run.state = publisher(run.inner), nudged(run.state, 77)
+        run.writer.open(run.state, stamp(1))
+    left = [call]
+
+    def full(plain: Callable[..., None]) -> Callable[..., None]:
+        def work(*args: object) -> None:
+            left[0] -= 1
+            if left[0] == -1:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            plain(*args)
+
+        return work
+
+    monkeypatch.setattr(os, "fsync", full(os.fsync))
+    monkeypatch.setattr(MappedState, "flush", full(MappedState.flush))
+    with suppress(OSError):
+        run.follower.poll()
+    left[0] = 1 << 30
+    run.follower.poll()
+    run.check()
+    run.publish()
+    run.follower.poll()
+    run.check()
+
+
+def test_a_mirror_that_cannot_be_opened_or_is_closed_twice_frees_its_folder(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.follower.close()
+    run.follower.close()
+
+    def full(_self: MappedState) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(MappedState, "flush", full)
+    with pytest.raises(ConfigError, match="No space left"):
+        Mirror(run.folder)
+    monkeypatch.undo()
+    run.restart(clean=True)
+    run.follower.poll()
+    run.check()
 
 
 # --- engines that fail

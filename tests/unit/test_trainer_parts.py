@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from support_groups import chain, group, rollout
+from support_tiny import make_checkpoint
 
 from env_space.environments.guess import Guess
 from inference_space.render import render
@@ -232,8 +233,11 @@ def test_resolve_says_what_is_wrong_with_a_model(tmp_path: Path, monkeypatch: py
         resolve(str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match=r"no \.safetensors file"):
         resolve(str(tmp_path))
-    (tmp_path / "model.safetensors").touch()
-    assert resolve(str(tmp_path)) == tmp_path
+    checkpoint = make_checkpoint(tmp_path / "checkpoint")
+    assert resolve(str(checkpoint)) == checkpoint
+    (checkpoint / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"checkpoint: cannot be loaded \(.*give --model"):
+        resolve(str(checkpoint))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="model 'no-such-owner/no-such-model' is no folder and cannot be downloaded"):
         resolve("no-such-owner/no-such-model")

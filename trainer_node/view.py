@@ -1,4 +1,4 @@
-"""What the demo shows: a live line on a terminal, plain lines elsewhere, and the table at the end."""
+"""What a run shows: bars on a terminal, plain lines elsewhere, and the demo's table at the end."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from sync.schema.rollouts import ServiceStatus
 PLAIN_EVERY = 20
 
 
-class DemoView:
-    """Shows event lines of the trainer and counters of the Spaces while the demo runs."""
+class RunView:
+    """Shows the trainer's events, and the counters of the Spaces, while a run lasts."""
 
-    def __init__(self, inspector: str, steps: int) -> None:
-        self._console = Console(highlight=False)
-        self._inspector, self._steps = inspector, steps
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False)
         self._spaces: dict[str, Any] = {}
         self._progress = Progress(
             TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.completed}/{task.total}"),
@@ -33,7 +32,6 @@ class DemoView:
 
     def __enter__(self) -> Self:
         self._progress.start()
-        self.say(f"inspector  {self._inspector}")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
@@ -57,14 +55,21 @@ class DemoView:
             "checks": policy.digest_checks,
         }
 
-    def event(self, line: str) -> None:
-        """Show one line of the trainer's log; lines that are no events are kept in the log only."""
+    def line(self, text: str) -> None:
+        """Show one line of a trainer's JSON log; lines that are no events stay in the log only."""
         try:
-            event = json.loads(line)
+            event = json.loads(text)
         except ValueError:
             return
-        if not isinstance(event, dict):
-            return
+        if isinstance(event, dict):
+            self.show(event)
+
+    def emit(self, event: str, **facts: Any) -> None:
+        """An `sync.events.Emit` that shows instead of printing lines."""
+        self.show({"event": event, **facts})
+
+    def show(self, event: dict[str, Any]) -> None:
+        """Show an event that people follow; the others are left out."""
         handler = {"warm_start": self._warm, "step": self._step, "evaluated": self._evaluated}.get(
             event.get("event", "")
         )
