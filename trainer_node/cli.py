@@ -8,8 +8,9 @@ import sys
 
 from sync.events import emitter
 from sync.settings import add_flags, load, to_toml, token_from_environment
+from sync.stores import open_store
 
-from .config import TrainConfig
+from .config import TrainConfig, make_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +25,8 @@ def run(args: argparse.Namespace) -> int:
         print(to_toml(config), end="")
         return 0
     token = token_from_environment()
+    make_folder(config.out)
+    open_store(config.run, create=True)  # folders are tried before torch is loaded, which takes seconds
     os.environ.setdefault("TRACKIO_DIR", str(config.out.absolute() / "trackio"))  # trackio reads it when imported
     from .run import train
 

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from sync.errors import ConfigError
 from sync.settings import Settings
 
-Url = Annotated[str, Field(pattern=r"^https?://", max_length=2_048)]
+
+def _url(text: str) -> str:
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+        raise ValueError("expected a URL like http://host:port")
+    return text
+
+
+Url = Annotated[str, Field(max_length=2_048), AfterValidator(_url)]
 Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 

@@ -8,22 +8,19 @@ from typing import Any, TypeVar
 
 import httpx
 
-from sync.errors import ConfigError, InvalidRequest, PeerUnavailable
+from sync.errors import InvalidRequest, PeerUnavailable
 from sync.schema.base import Wire
 
 T = TypeVar("T", bound=Wire)
 
 
 class Peer:
-    """A Space at `url`. Thread-safe. Close it. Raises ConfigError when `url` cannot be one."""
+    """A Space at `url`. Thread-safe. Close it."""
 
     def __init__(self, url: str, token: str, *, seconds: float = 30.0) -> None:
         self.url = url.rstrip("/")
         headers = {"Authorization": f"Bearer {token}"}
-        try:
-            self._client = httpx.Client(base_url=self.url, headers=headers, timeout=seconds)
-        except httpx.InvalidURL as error:
-            raise ConfigError(f"{url!r} is no URL of a Space ({error}); write http://host:port") from None
+        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=seconds)
 
     def close(self) -> None:
         """Close the connections."""

@@ -273,7 +273,7 @@ def test_a_mirror_stopped_at_any_file_operation_comes_back_to_a_declared_state(
 
 
 def check(store: MemoryStore, follower: Follower, highest: Identity | None, states: list[State]) -> None:
-    """What a restarted follower holds is declared; it remembers at least the highest version ever reported."""
+    """What a restarted follower holds is declared, and not below the highest version ever reported."""
     mirror = follower._mirror
     assert_i2(store, follower)
     if mirror.identity is not None:
@@ -281,8 +281,35 @@ def check(store: MemoryStore, follower: Follower, highest: Identity | None, stat
             mirror.state, {n: a.view(mirror.state[n].dtype) for n, a in states[mirror.identity[1]].items()}
         )
     if highest is not None:
+        assert mirror.identity is not None
         assert mirror.highest is not None
-        assert mirror.highest >= highest
+        assert mirror.highest >= mirror.identity >= highest
+
+
+@pytest.mark.parametrize("operation", ["rename", "mkdir", "replace"])
+def test_logs_outlive_an_install_that_was_stopped(
+    operation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, states, steps = a_channel_to_follow()
+    follower = Follower(store, tmp_path / "m", None)
+    follower.poll()
+    steps[0]()
+    follower.poll()  # two versions that only the logs keep
+    steps[2]()
+
+    def stop(*_args: object, **_more: object) -> None:
+        raise Stopped
+
+    monkeypatch.setattr(Path, operation, stop)
+    with pytest.raises(Stopped):
+        follower.poll()
+    monkeypatch.undo()
+    abandon(follower)
+    again = Follower(store, tmp_path / "m", None)
+    check(store, again, Identity(1, 2), states)
+    assert again.poll()
+    check(store, again, Identity(1, 3), states)
+    again.close()
 
 
 # --- a follower killed at random

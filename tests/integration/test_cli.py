@@ -8,23 +8,26 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
 from support_policy import TOKEN, served
-from support_tiny import make_checkpoint, publishing
+from support_tiny import make_checkpoint
 
+from deltawire import main
 from env_space.app import create_app
 from env_space.config import EnvConfig
+from sync.follower import Follower
 from sync.serving import bind
 from sync.stores import DirectoryStore
 
 pytestmark = pytest.mark.integration
 COMMAND = [sys.executable, "-m", "deltawire"]
 LIMIT = 120
-REQUIRED = {
+Done = subprocess.CompletedProcess[str]
+REQUIRED: dict[str, dict[str, object]] = {
     "inference": {"run": "bucket", "folder": "mirror"},
     "env": {},
     "train": {"run": "bucket", "env_urls": ["http://127.0.0.1:9"], "policy_url": "http://127.0.0.1:9"},
@@ -32,29 +35,29 @@ REQUIRED = {
 ROLES = pytest.mark.parametrize("role", sorted(REQUIRED))
 
 
-def environ(**more: str) -> dict[str, str]:
+def environ() -> dict[str, str]:
     """The environment of a child: our token, one thread, no Hub; no setting of ours from outside."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("DELTAWIRE_")}
     fixed = {"DELTAWIRE_TOKEN": TOKEN, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
-    return kept | fixed | more
+    return kept | fixed
 
 
-def deltawire(*words: object, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+def deltawire(*words: object, cwd: Path | None = None, env: dict[str, str] | None = None) -> Done:
     """Run a command to its end."""
-    return subprocess.run(
-        [*COMMAND, *map(str, words)], cwd=cwd, env=environ(**variables), capture_output=True, text=True, timeout=LIMIT
-    )
+    variables = environ() | (env or {})
+    command = [*COMMAND, *map(str, words)]
+    return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=LIMIT)
 
 
-def toml(folder: Path, role: str, **changes: object) -> Path:
+def toml(home: Path, role: str, /, **changes: object) -> Path:
     """A settings file with what `role` needs; None leaves a setting out."""
     values = {name: value for name, value in (REQUIRED[role] | changes).items() if value is not None}
-    path = folder / f"{role}.toml"
+    path = home / f"{role}.toml"
     path.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items()))
     return path
 
 
-def says(done: subprocess.CompletedProcess[str], role: str, *parts: object) -> None:
+def says(done: Done, role: str, *parts: object) -> None:
     """Status 2, nothing on standard output, and one line on standard error that holds all `parts`."""
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
@@ -84,7 +87,7 @@ def test_an_unknown_flag_is_refused(role: str, tmp_path: Path) -> None:
 
 @ROLES
 def test_an_unknown_variable_is_refused(role: str, tmp_path: Path) -> None:
-    done = deltawire(role, "--config", toml(tmp_path, role), **{f"DELTAWIRE_{role.upper()}_POLLSECONDS": "3"})
+    done = deltawire(role, "--config", toml(tmp_path, role), env={f"DELTAWIRE_{role.upper()}_POLLSECONDS": "3"})
     says(done, role, "unknown setting", f"DELTAWIRE_{role.upper()}_POLLSECONDS")
 
 
@@ -95,7 +98,7 @@ def test_a_wrong_type_is_named_with_its_origin(role: str, where: str, tmp_path: 
     variables = {f"DELTAWIRE_{role.upper()}_LOG": "loud"} if where == "variable" else {}
     flags = ["--log", "loud"] if where == "flag" else []
     origin = {"file": f"in {path}", "variable": f"in $DELTAWIRE_{role.upper()}_LOG", "flag": "in --log"}[where]
-    says(deltawire(role, "--config", path, *flags, **variables), role, "setting 'log'", origin, "'text', 'json'")
+    says(deltawire(role, "--config", path, *flags, env=variables), role, "setting 'log'", origin, "'text', 'json'")
 
 
 @pytest.mark.parametrize(("role", "name"), [("inference", "folder"), ("train", "policy_url"), ("train", "env_urls")])
@@ -123,22 +126,23 @@ def test_numbers_that_no_space_accepts_are_refused_at_once(flag: str, value: int
 @ROLES
 def test_print_config_round_trip(role: str, tmp_path: Path) -> None:
     variables = {f"DELTAWIRE_{role.upper()}_LOG": "json"}
-    first = deltawire(role, "--config", toml(tmp_path, role), "--print-config", **variables)
+    first = deltawire(role, "--config", toml(tmp_path, role), "--print-config", env=variables)
     assert (first.returncode, first.stderr) == (0, "")
     assert 'log = "json"' in first.stdout
     again = tmp_path / "again.toml"
     again.write_text(first.stdout)
     second = deltawire(role, "--config", again, "--print-config")
     assert (second.returncode, second.stdout) == (0, first.stdout)
-    flagged = deltawire(role, "--config", again, "--print-config", "--log", "none", **variables)
+    flagged = deltawire(role, "--config", again, "--print-config", "--log", "none", env=variables)
     assert flagged.stdout == first.stdout.replace('log = "json"', 'log = "none"'), "a flag wins over all"
 
 
 @ROLES
 def test_no_token_no_start(role: str, tmp_path: Path) -> None:
     path = toml(tmp_path, role)
-    says(deltawire(role, "--config", path, DELTAWIRE_TOKEN=""), role, "DELTAWIRE_TOKEN is not set", "openssl rand")
-    says(deltawire(role, "--config", path, DELTAWIRE_TOKEN="short"), role, "DELTAWIRE_TOKEN is too short", "16")
+    for token, fault in (("", "not set"), ("short", "too short")):
+        done = deltawire(role, "--config", path, env={"DELTAWIRE_TOKEN": token})
+        says(done, role, f"DELTAWIRE_TOKEN is {fault}", "at least 16", "openssl rand")
 
 
 def test_help_and_no_command() -> None:
@@ -173,40 +177,6 @@ def test_a_bucket_that_is_none(tmp_path: Path) -> None:
     says(done, "inference", "'s3://somewhere/else' is not a run URL", "file:///dir")
 
 
-def test_a_folder_that_another_space_uses(tmp_path: Path) -> None:
-    with served(create_app(EnvConfig(folder=tmp_path / "env", inspector=False, log="none"), TOKEN)):
-        done = deltawire("env", "--folder", tmp_path / "env")
-    says(done, "env", f"{tmp_path}/env: another environment Space uses this folder", "--folder")
-
-
-def test_a_mirror_that_another_space_uses(tmp_path: Path) -> None:
-    from sync.follower import Follower
-
-    store = DirectoryStore(tmp_path / "bucket", create=True)
-    with publishing(store, make_checkpoint(tmp_path / "model")):
-        follower = Follower(store, tmp_path / "mirror", None)
-        done = deltawire("inference", "--config", toml(tmp_path, "inference"), "--log", "none", cwd=tmp_path)
-        follower.close()
-    says(done, "inference", "mirror", "another process")
-
-
-@pytest.mark.parametrize(
-    ("model", "parts"),
-    [("nowhere", ["./nowhere: no such model folder"]), ("empty", ["empty: no .safetensors file"]),
-     ("damaged", ["damaged: cannot be loaded", "checkpoint folder"]), ("bare", ["bare: no config.json"])],
-)  # fmt: skip
-def test_a_model_that_cannot_be_used(model: str, parts: list[str], tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    damaged = make_checkpoint(tmp_path / "damaged")
-    (damaged / "model.safetensors").write_bytes(b"no tensors here")
-    (tmp_path / "bare").mkdir()
-    (tmp_path / "bare" / "model.safetensors").write_bytes(b"")
-    with served(create_app(EnvConfig(folder=tmp_path / "env", inspector=False, log="none"), TOKEN)) as url:
-        path = toml(tmp_path, "train", env_urls=[url])
-        done = deltawire("train", "--config", path, "--model", f"./{model}", "--log", "none", cwd=tmp_path)
-    says(done, "train", *parts)
-
-
 def test_an_output_folder_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("a file")
     done = deltawire("train", "--config", toml(tmp_path, "train"), "--out", "out", cwd=tmp_path)
@@ -214,24 +184,81 @@ def test_an_output_folder_that_is_a_file(tmp_path: Path) -> None:
     says(deltawire("demo", "--out", tmp_path / "out"), "demo", f"{tmp_path}/out: cannot be used", "--out")
 
 
-def test_a_url_that_is_none(tmp_path: Path) -> None:
-    path = toml(tmp_path, "train", policy_url="http://127.0.0.1:99999")
-    done = deltawire("train", "--config", path, cwd=tmp_path)
-    says(done, "train", "http://127.0.0.1:99999", "is no URL")
+@pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "http://127.0.0.1:http", "ftp://host", "http://", "host:80"])
+def test_a_url_that_is_none(url: str, tmp_path: Path) -> None:
+    done = deltawire("train", "--config", toml(tmp_path, "train", policy_url=url), cwd=tmp_path)
+    says(done, "train", f"setting 'policy_url' in {tmp_path}/train.toml", f"(found {url!r})")
 
 
-def test_a_space_that_never_comes_up_is_named(tmp_path: Path) -> None:
-    done = deltawire("train", "--config", toml(tmp_path, "train"), "--peer-seconds", "0.5", cwd=tmp_path)
+def test_a_folder_that_another_space_uses(tmp_path: Path) -> None:
+    with space(tmp_path):
+        done = deltawire("env", "--folder", tmp_path / "env")
+    says(done, "env", f"{tmp_path}/env: another environment Space uses this folder", "--folder")
+
+
+def test_a_mirror_that_another_space_uses(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path / "bucket", create=True)
+    follower = Follower(store, tmp_path / "mirror", None)
+    done = deltawire("inference", "--config", toml(tmp_path, "inference"), "--log", "none", cwd=tmp_path)
+    follower.close()
+    says(done, "inference", "mirror folder mirror is in use by another process", "another folder")
+
+
+def test_a_model_folder_that_is_missing(tmp_path: Path) -> None:
+    done = deltawire("train", "--config", toml(tmp_path, "train"), "--model", "./nowhere", cwd=tmp_path)
+    says(done, "train", "./nowhere: no such model folder", "--model")
+
+
+class Here:
+    """`deltawire` in this process, for what fails after the libraries are loaded, which takes seconds each time."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self.patch, self.capsys = folder, monkeypatch, capsys
+        monkeypatch.chdir(folder)
+        monkeypatch.setenv("DELTAWIRE_TOKEN", TOKEN)
+        monkeypatch.setenv("TRACKIO_DIR", str(folder / "trackio"))
+
+    def train(self, *flags: str, **changes: object) -> Done:
+        """Run `deltawire train` to its end."""
+        words = ["train", "--config", str(toml(self.folder, "train", **changes)), "--log", "none", *flags]
+        self.capsys.readouterr()
+        status = main(words)
+        out, err = self.capsys.readouterr()
+        return Done(words, status, out, err)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
+    return Here(tmp_path, monkeypatch, capsys)
+
+
+def test_a_model_that_cannot_be_used(here: Here, tmp_path: Path) -> None:
+    damaged = make_checkpoint(tmp_path / "damaged")
+    (tmp_path / "empty").mkdir()
+    says(here.train("--model", "./empty"), "train", "empty: no .safetensors file")
+    (damaged / "model.safetensors").write_bytes(b"no tensors here")
+    says(here.train("--model", "./damaged"), "train", "damaged: cannot be loaded", "a checkpoint folder")
+    (damaged / "config.json").write_text("{}")
+    says(here.train("--model", "./damaged"), "train", "damaged: cannot be loaded", "a checkpoint folder")
+    (damaged / "config.json").unlink()
+    says(here.train("--model", "./damaged"), "train", "damaged: no config.json", "--model")
+
+
+def test_a_space_that_never_comes_up_is_named(here: Here) -> None:
+    done = here.train("--peer-seconds", "0.5")
     says(done, "train", "http://127.0.0.1:9: the environment Space coming up did not happen within", "did not answer")
 
 
-def test_another_token_and_an_unknown_environment(tmp_path: Path) -> None:
-    with served(create_app(EnvConfig(folder=tmp_path / "env", inspector=False, log="none"), TOKEN)) as url:
-        path = toml(tmp_path, "train", env_urls=[url])
-        done = deltawire("train", "--config", path, cwd=tmp_path, DELTAWIRE_TOKEN="another-token-of-some-length")
-        says(done, "train", f"{url}/v1/status refused", "token")
-        done = deltawire("train", "--config", path, "--environment", "chess", cwd=tmp_path)
-        says(done, "train", "chess", "guess", "sort")
+def test_another_token_and_an_unknown_environment(here: Here, tmp_path: Path) -> None:
+    with space(tmp_path) as url:
+        says(here.train("--environment", "chess", env_urls=[url]), "train", "chess", "guess", "sort")
+        here.patch.setenv("DELTAWIRE_TOKEN", "another-token-of-some-length")
+        says(here.train(env_urls=[url]), "train", f"{url}/v1/status refused", "token")
+
+
+def space(folder: Path) -> AbstractContextManager[str]:
+    """A real environment Space in this process; gives its URL."""
+    return served(create_app(EnvConfig(folder=folder / "env", inspector=False, log="none"), TOKEN))
 
 
 # --- the demo
@@ -278,16 +305,18 @@ def alive(pid: int) -> bool:
         return False
 
 
-def until_training(process: subprocess.Popen[str], folder: Path) -> dict[str, int]:
-    """Wait until the trainer works; the pids of the three children."""
+def until(process: subprocess.Popen[str], condition: Callable[[], bool]) -> dict[str, int]:
+    """Wait until `condition` holds; the pids of the demo's children then."""
     end = time.monotonic() + LIMIT
-    while True:
-        log = folder / "train.log"
-        if log.exists() and "warm_start" in log.read_text():
-            return children(process.pid)
+    while not condition():
         assert process.poll() is None
-        assert time.monotonic() < end, "the trainer of the demo did not start"
-        time.sleep(0.1)
+        assert time.monotonic() < end, "the demo did not come so far"
+        time.sleep(0.05)
+    return children(process.pid)
+
+
+def read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
 
 
 def gone(pids: dict[str, int]) -> bool:
@@ -304,35 +333,35 @@ def test_a_demo_without_steps() -> None:
     says(deltawire("demo", "--steps", 0), "demo", "--steps is 0; it must be at least 1")
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_demo_leaves_nobody_behind(number: signal.Signals, status: int, tmp_path: Path) -> None:
+def test_an_interrupted_demo_leaves_nobody_behind(tmp_path: Path) -> None:
     with demo(tmp_path / "out") as process:
-        pids = until_training(process, tmp_path / "out")
+        pids = until(process, lambda: "warm_start" in read(tmp_path / "out" / "train.log"))
         assert set(pids) == {"env", "inference", "train"}
-        process.send_signal(number)
+        process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=LIMIT)
-        assert process.returncode == status, errors
+        assert process.returncode == 130, errors
         assert "Traceback" not in errors
         assert gone(pids)
 
 
-def test_a_demo_whose_trainer_dies_says_so_and_stops_the_others(tmp_path: Path) -> None:
+def test_a_demo_that_is_terminated_while_it_starts_leaves_nobody_behind(tmp_path: Path) -> None:
+    with demo(tmp_path / "out") as process:
+        pids = until(process, lambda: "inference" in children(process.pid))
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=LIMIT)
+        assert process.returncode == 128 + signal.SIGTERM, errors
+        assert "Traceback" not in errors
+        assert gone(pids)
+
+
+def test_a_demo_whose_trainer_dies_says_why_and_stops_the_others(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with demo(out) as process:
-        pids = until_training(process, out)
-        os.kill(pids["train"], signal.SIGKILL)
+    with demo(out, "--env", "chess") as process:
+        pids = until(process, lambda: "train" in children(process.pid))
         _, errors = process.communicate(timeout=LIMIT)
         assert process.returncode == 2
-        assert f"deltawire demo: train ended with status -9; end of {out}/train.log:" in errors
-        assert "warm_start" in errors, "the end of its log"
+        assert f"deltawire demo: train ended with status 2; end of {out}/train.log:" in errors
+        assert "deltawire train: " in errors, "the end of its log"
+        assert "chess" in errors
         assert "Traceback" not in errors
         assert gone(pids)
-
-
-def test_a_demo_with_an_unknown_environment_shows_why_the_trainer_ended(tmp_path: Path) -> None:
-    with demo(tmp_path / "out", "--env", "chess") as process:
-        _, errors = process.communicate(timeout=LIMIT)
-        assert process.returncode == 2
-        assert "train ended with status 2" in errors
-        assert "deltawire train: " in errors
-        assert "chess" in errors

@@ -333,6 +333,20 @@ def test_hostile_payloads_give_a_typed_error_or_the_right_result_and_leave_the_s
     assert accepted <= refused / 20
 
 
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_is_left_over_in_a_stream_is_refused(codec: str) -> None:
+    schema, old, _, payload = _sample(codec)
+    metadata, streams = _streams(payload)
+    for name, (spec, data) in streams.items():
+        if name not in ("entries", "sums"):
+            more = (TensorSpec(spec.dtype, (spec.size + 1,)), data + data[: spec.width])
+            with pytest.raises(InvalidPatch, match=f"{name}.*too many"):
+                decode_delta(pack({**streams, name: more}, metadata), old, schema)
+    extra = (TensorSpec("I64", (1,)), bytes(8))
+    with pytest.raises(InvalidPatch, match=r"index64.*too many"):
+        decode_delta(pack({**streams, "index64": extra}, metadata), old, schema)
+
+
 def _fast_entry(gaps: bytes, raw_gaps: int, count: int, planes: list[bytes], size: int = 1000) -> tuple[bytes, State]:
     """A payload of one fast entry of a U16-wide tensor, every field as given."""
     schema = {"w": TensorSpec("BF16", (size,))}

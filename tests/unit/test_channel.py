@@ -530,9 +530,9 @@ def test_i3_holds_when_the_mirror_is_damaged_and_the_bucket_shows_the_past(run: 
     run.follower.poll()
     run.read.inner = old
     model = next(run.folder.glob("g-*")) / "model.safetensors"
-    run.restart(clean=clean)
-    run.follower.close()
+    run.follower.close() if clean else abandon(run.follower)
     model.write_bytes(flip("", -1)("x", model.read_bytes()))
+    run.engine = NumpyEngine()
     run.follower = Follower(run.read, run.folder, run.engine)
     assert run.follower.status().highest_reported == "5@1"
     run.follower.poll()

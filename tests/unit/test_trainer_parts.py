@@ -110,7 +110,7 @@ SYNCS = {Identity(1, 0): 1, Identity(1, 1): 3}
 
 def test_a_group_is_inspected() -> None:
     facts = inspect_group(group("g", [1.0, 0.0, 0.0, None]), SYNCS.get, 8)
-    assert (facts.spread, facts.useful_share, facts.success) == (True, pytest.approx(2 / 3), pytest.approx(1 / 3))
+    assert facts == pytest.approx((True, 2 / 3, 1 / 3))
     assert not inspect_group(group("g", [0.3, 0.3]), SYNCS.get, 8).spread
 
 
@@ -155,8 +155,8 @@ def test_samples_carry_per_token_truth() -> None:
     assert made[0].token_advantages.tolist() == pytest.approx([0, 0, up, up, 0, up])
     assert made[0].token_class.tolist() == [CONTEXT, CONTEXT, ACTION, ACTION, CONTEXT, ACTION]
     dtypes = [a.dtype for a in (made[0].input_ids, made[0].completion_mask, made[0].old_log_probs)]
-    assert dtypes == [np.int64, np.int64, np.float32]
-    assert (made[0].token_advantages.dtype, made[0].token_class.dtype) == (np.float32, np.int64)
+    assert [dtype.name for dtype in dtypes] == ["int64", "int64", "float32"]
+    assert [made[0].token_advantages.dtype.name, made[0].token_class.dtype.name] == ["float32", "int64"]
     assert {s.model_version for s in made} == {1}, "the oldest version of the group, for all of it"
     assert {s.group for s in made} == {"g"}
     assert len({s.group_id for s in made}) == 1
@@ -193,7 +193,8 @@ def test_published_bits_keep_other_dtypes_and_layouts() -> None:
     })  # fmt: skip
     assert found["transposed"].shape == (3, 2)
     assert np.array_equal(found["transposed"], published_bits({"w": square})["w"].T)
-    assert (found["half"].dtype, found["count"].dtype, found["count"].shape) == (np.float16, np.int64, ())
+    assert [found["half"].dtype.name, found["count"].dtype.name] == ["float16", "int64"]
+    assert found["count"].shape == ()
     assert found["brain"].tolist() == [0x3FC0]
 
 

@@ -29,19 +29,11 @@ from trainer_node.run import _arguments
 from trainer_node.samples import TokenSample
 from trainer_node.sparsity import measure
 from trainer_node.transfer import WeightTransfer
-from trainer_node.trl_adapter import (
-    DeltawireTrainer,
-    RolloutSample,
-    _FreshQueue,
-    install_cpu_shims,
-    tree_sdpa,
-    trl_module,
-)
+from trainer_node.trl_adapter import DeltawireTrainer, RolloutSample, _FreshQueue, install_cpu_shims, tree_sdpa
 
 pytestmark = pytest.mark.unit
-packing = importlib.import_module(
-    "trl.experimental.async_grpo.packing"
-)  # after the adapter, which silences TRL's warning
+trl_module = importlib.import_module("trl.experimental.async_grpo.async_grpo_trainer")
+packing = importlib.import_module("trl.experimental.async_grpo.packing")
 
 
 # --- names and signatures
