@@ -6,7 +6,8 @@
     │   └── PeerUnavailable        another process did not answer, or not in time
     ├── ResyncError                this state cannot be extended; take an anchor
     │   ├── BaseMismatch           a delta was made for another state than the one held
-    │   └── Pruned                 the version asked for is below the floor
+    │   ├── Pruned                 the version asked for is below the floor
+    │   └── EngineFailed           an engine broke off an update; it is reloaded from the mirror
     ├── StopError                  this process must stop what it does
     │   └── Fenced                 another writer owns the channel
     ├── RejectError                the input is wrong; nothing was applied
@@ -49,6 +50,10 @@ class BaseMismatch(ResyncError):
 
 class Pruned(ResyncError):
     """The version asked for is below the channel's floor."""
+
+
+class EngineFailed(ResyncError):
+    """An engine broke off an update, or holds other bits than were written; it is reloaded from the mirror."""
 
 
 class StopError(DeltawireError):

@@ -8,7 +8,8 @@ mirror is never behind the engine, and a failed apply is mended from the mirror 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,17 @@ from .clock import REAL, Clock
 from .codec import decode
 from .digest import ZERO, element_sums, tensor_term
 from .engine import EngineSink, TensorPatch
-from .errors import BaseMismatch, CorruptObject, DeltawireError, InvalidPatch, Pruned, RejectError, ResyncError
+from .errors import (
+    BaseMismatch,
+    CorruptObject,
+    DeltawireError,
+    EngineFailed,
+    InvalidPatch,
+    Pruned,
+    RejectError,
+    ResyncError,
+    StoreUnavailable,
+)
 from .events import Emit, emitter
 from .fetch import check_manifest, download, read_manifest, read_object
 from .heads import HeadWatcher
@@ -35,6 +46,17 @@ from .term import read_catchup
 
 WHOLE_SHARE = 8
 """Where more than 1/8 of a tensor changed, the engine reads it whole from the mirror."""
+
+
+@contextmanager
+def _disk_errors() -> Iterator[None]:
+    """A disk that is full or fails may recover: the caller tries again, it does not end."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreUnavailable(
+            f"the disk of the mirror failed ({error.strerror or error}) at {error.filename or 'a write'}; free some"
+        ) from error
 
 
 class Follower:
@@ -74,8 +96,9 @@ class Follower:
         self._count(polls=1)
         before = self._mirror.identity
         try:
-            self._look()
-            moved = self._move_engine() if self._engine is not None else self._mirror.identity != before
+            with _disk_errors():
+                self._look()
+                moved = self._move_engine() if self._engine is not None else self._mirror.identity != before
         except DeltawireError as error:
             self._note(last_error=str(error))
             self._emit("refused", error=type(error).__name__, why=str(error))
@@ -154,7 +177,7 @@ class Follower:
             try:
                 for ref in plan(refs, target, self._mirror.held, avoid):
                     self._step(ref, head)
-            except (RejectError, ResyncError) as error:
+            except (RejectError, ResyncError, StoreUnavailable) as error:
                 bad = getattr(error, "ref_key", None)
                 if bad is None or not self._other_way(refs, target, {*avoid, bad}):
                     raise
@@ -178,7 +201,7 @@ class Follower:
                 self._install(ref, manifest)
             else:
                 self._apply(ref, manifest)
-        except (RejectError, ResyncError) as error:
+        except (RejectError, ResyncError, StoreUnavailable) as error:
             self._count(refused_objects=1)
             error.ref_key = ref.key  # type: ignore[union-attr]
             raise
@@ -260,9 +283,12 @@ class Follower:
                 self._audit_engine()
             engine.resume()
         except BaseException as error:
-            self._note(ready=False, reason=f"the engine failed to reach {target}, reloading: {error}")
+            reason = f"the engine failed to reach {target}, reloading: {error}"
+            self._note(ready=False, reason=reason)
             self._pending = []
-            raise
+            if isinstance(error, DeltawireError) or not isinstance(error, Exception):
+                raise
+            raise EngineFailed(reason) from error
         self._engine_at, self._pending = target, []
         self._note(ready=True, reason="", version=str(target), pause_seconds_last=self._clock.monotonic() - started)
         return True
@@ -290,7 +316,7 @@ class Follower:
         assert self._engine is not None
         for name, (index, values) in union.items():
             if not np.array_equal(self._engine.read(name, index), values):
-                raise InvalidPatch(f"engine holds other bits than were written to {name!r}")
+                raise EngineFailed(f"engine holds other bits than were written to {name!r}")
 
     def _audit_engine(self) -> None:
         """Recompute the state digest from the engine's own parameters."""
@@ -303,7 +329,7 @@ class Follower:
         self._count(digest_checks=1)
         if total != self._mirror.sums:
             self._count(digest_failures=1)
-            raise InvalidPatch(f"the engine's parameters give {total.text()}, the mirror {self._mirror.sums.text()}")
+            raise EngineFailed(f"the engine's parameters give {total.text()}, the mirror {self._mirror.sums.text()}")
 
     def _forget_engine(self, reason: str, *, keep_serving: bool = False) -> None:
         self._engine_at, self._pending = None, []

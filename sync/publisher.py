@@ -136,10 +136,17 @@ class Publisher:
         """Wait for what is in flight, publish `state` if it differs from the base, and wait for that too."""
         self.wait()
         before = self.history[-1].stamp if self.history else None
-        if before != stamp or diff(self._base, state, self._schema):
+        if before != stamp or not self._holds(state):
             self.offer(state, stamp)
             self.wait()
         return self.history[-1].identity
+
+    def _holds(self, state: State) -> bool:
+        try:
+            require_fit(state, self._schema)
+        except SchemaChanged:
+            return False
+        return not diff(self._base, state, self._schema)
 
     def wait(self) -> None:
         """Wait until nothing is in flight; raises what it failed with. Bounded by the term's deadline."""

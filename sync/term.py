@@ -15,10 +15,10 @@ from typing import Any
 from . import layout
 from .canonical import sha256_hex
 from .clock import REAL, Clock
-from .errors import Fenced, StopError, StoreUnavailable
+from .errors import ConfigError, Fenced, StopError, StoreUnavailable
 from .fetch import checked_bytes
 from .heads import newest, read_head
-from .schema.wire import Catchup, CatchupRef, Head, Manifest, ObjectEntry, Parent, Ref, parse
+from .schema.wire import MAX_RECENT, Catchup, CatchupRef, Head, Manifest, ObjectEntry, Parent, Ref, parse
 from .stores.base import Store
 
 TAKEOVER_SECONDS = 600.0
@@ -36,6 +36,13 @@ class TermOptions:
     deadline: float = 120.0
     catchup_every: int = 16
     keep_anchors: int = 2
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.catchup_every <= MAX_RECENT - 2 or self.keep_anchors < 1:
+            raise ConfigError(
+                f"catchup_every is {self.catchup_every} (0 to {MAX_RECENT - 2} is possible), keep_anchors is "
+                f"{self.keep_anchors} (1 or more)"
+            )
 
 
 class Term:

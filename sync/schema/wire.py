@@ -22,6 +22,7 @@ T = TypeVar("T", bound=Wire)
 
 MAX_OBJECTS = 10_000
 MAX_REFS = 100_000
+MAX_RECENT = 1_000
 
 
 class ObjectEntry(Wire):
@@ -164,7 +165,7 @@ class Head(Wire):
     floor: VersionNumber = 0
     manifest: Manifest | None
     catchup: CatchupRef | None
-    recent: Annotated[tuple[Ref, ...], Field(max_length=1_000)] = ()
+    recent: Annotated[tuple[Ref, ...], Field(max_length=MAX_RECENT)] = ()
     closed: bool = False
 
     @property

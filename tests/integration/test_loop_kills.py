@@ -253,7 +253,7 @@ def test_the_run_goes_to_its_end(story: Story) -> None:
     assert str(head.identity) == summary["last_version"]
     assert head.manifest is not None
     assert (head.manifest.step, head.manifest.sync) == (STEPS, STEPS + 1)
-    assert summary["versions"] == 1 + head.identity.version if head.identity else False
+    assert summary["versions"] == 1 + head.manifest.version
 
 
 def test_every_version_replays_from_the_anchor_to_its_digest(story: Story) -> None:
@@ -343,7 +343,6 @@ def test_a_damaged_object_is_refused_by_name_and_nothing_of_it_is_applied(story:
     assert "the object was altered or cut short" in refused.last_error
     assert refused.mirror == refused.version == f"{damaged.version - 1}@{damaged.epoch}", "up to it, not into it"
     assert refused.head == str(damaged)
-    assert refused.lag == 1 or refused.lag is None or refused.lag > 0
     found = {str(m.identity): m.state_digest for m in weights(story).values()}
     assert refused.state_digest == found[str(refused.mirror)]
 

@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -36,6 +37,7 @@ from sync.errors import (
     ConfigError,
     CorruptObject,
     DeltawireError,
+    EngineFailed,
     Fenced,
     InvalidPatch,
     InvalidRequest,
@@ -44,7 +46,7 @@ from sync.errors import (
 )
 from sync.mirror import Mirror
 from sync.safetensors_io import MappedState
-from sync.stores import Store
+from sync.stores import ObjectInfo, Store
 from sync.tensors import schema_of, state_bytes
 
 pytestmark = pytest.mark.unit
@@ -778,8 +780,10 @@ def test_a_disk_that_fails_once_never_leaves_the_engine_with_other_bits(
 
     monkeypatch.setattr(os, "fsync", full(os.fsync))
     monkeypatch.setattr(MappedState, "flush", full(MappedState.flush))
-    with suppress(OSError):
+    with suppress(StoreUnavailable, EngineFailed):
         run.follower.poll()
+        left[0] = 1 << 30  # fewer calls than that: nothing failed
+    assert ("No space left" in run.follower.status().last_error) == (left[0] < 0)
     left[0] = 1 << 30
     run.follower.poll()
     run.check()
@@ -817,10 +821,10 @@ def test_a_failed_apply_leaves_the_engine_not_ready_and_is_mended_from_the_mirro
     run.publish(2)
     if step == "lose a write":
         run.engine.lose_a_write = True
-        error = InvalidPatch("engine holds other bits")
+        error = EngineFailed("engine holds other bits")
     else:
         run.engine.fail[step] = error
-    with pytest.raises(type(error), match=str(error)):
+    with pytest.raises(EngineFailed if isinstance(error, RuntimeError) else type(error), match=str(error)):
         run.follower.poll()
     status = run.follower.status()
     assert not status.ready
@@ -867,7 +871,7 @@ def test_an_engine_that_drifts_is_found_by_the_audit(tmp_path: Path) -> None:
     run.publish()
     run.follower.poll()
     run.publish()
-    with pytest.raises(InvalidPatch, match="parameters"):
+    with pytest.raises(EngineFailed, match="parameters"):
         run.follower.poll()
     assert run.follower.status().digest_failures == 1
     assert not run.follower.status().ready
@@ -915,14 +919,31 @@ def test_run_follows_pokes_survives_errors_and_stops(run: Run) -> None:
     run.check()
 
 
-def test_run_says_why_it_stopped(run: Run) -> None:
+def test_run_goes_on_after_an_engine_failed(run: Run) -> None:
     run.publish()
     run.engine.fail["apply"] = RuntimeError("the device is gone")
-    with pytest.raises(RuntimeError):
+    stop = threading.Event()
+    thread = threading.Thread(target=run.follower.run, args=(stop, 0.01))
+    thread.start()
+    while run.engine.loads < 2 or not run.follower.status().ready:
+        assert thread.is_alive(), run.follower.status().reason
+        time.sleep(0.005)
+    stop.set()
+    thread.join(30)
+    assert not thread.is_alive()
+    run.check()
+
+
+def test_run_says_why_it_stopped(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def defect(_prefix: str) -> list[ObjectInfo]:
+        raise ZeroDivisionError("a defect of a store")
+
+    monkeypatch.setattr(run.read, "list", defect)
+    with pytest.raises(ZeroDivisionError):
         run.follower.run(threading.Event(), 3600.0)
     status = run.follower.status()
     assert not status.ready
-    assert "the device is gone" in status.reason
+    assert "a defect of a store" in status.reason
 
 
 def test_publishers_may_be_told_of_commits() -> None:

@@ -216,6 +216,16 @@ def test_zero_spread_groups_fill_a_step_only_when_others_are_too_few() -> None:
         assert (rig.count("zero_spread"), rig.count("fillers")) == (3, 1)
 
 
+def test_a_step_that_is_full_needs_no_fillers() -> None:
+    space = Scripted(*live(1, 2, 3), *flat(1, 2), *live(4))
+    with served(space.app) as url, leasing([url]) as rig:
+        wait_until(lambda: rig.count("received") == 6)
+        assert rig.train(8) == ["g1", "g1", "g2", "g2", "g3", "g3", "g4", "g4"]
+        wait_until(lambda: sorted(space.acked) == ["g1", "g2", "g3", "g4"])
+        assert rig.count("fillers") == 0
+        assert rig.inbox.rollout_buffer.empty()
+
+
 def test_fillers_carry_no_gradient() -> None:
     space = Scripted(*flat(1, 2, 3, 4, 5, 6))
     with served(space.app) as url, leasing([url]) as rig:
