@@ -329,7 +329,7 @@ def test_no_group_is_trained_twice_and_no_acked_group_is_lost(story: Story) -> N
 def test_every_rollout_is_whole_after_the_kills(story: Story) -> None:
     bodies = [json.loads(body) for (body,) in rows(story, "SELECT body FROM rollouts WHERE run LIKE 'train-%'")]
     known = {str(m.identity) for m in weights(story).values()}
-    assert {body["status"] for body in bodies} == {"done"}
+    assert {body["status"] for body in bodies} <= {"done", "truncated"}, "an absence of the policy fails no episode"
     assert {span["version"] for b in bodies for c in b["chains"] for span in c["weight_versions"]} <= known
     assert len({body["id"] for body in bodies}) == len(bodies)
 
