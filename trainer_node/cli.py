@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
+from typing import NoReturn
 
 from sync.events import emitter
 from sync.settings import add_flags, load, to_toml, token_from_environment
@@ -16,6 +18,11 @@ from .config import TrainConfig, make_folder
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the trainer's flags."""
     add_flags(parser, TrainConfig)
+
+
+def _stop(*_: object) -> NoReturn:
+    """SIGTERM unwinds like Ctrl-C: what is in flight is committed, the heads are closed."""
+    raise SystemExit(128 + signal.SIGTERM)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -30,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("TRACKIO_DIR", str(config.out.absolute() / "trackio"))  # trackio reads it when imported
     from .run import train
 
+    signal.signal(signal.SIGTERM, _stop)
     if config.log != "text" or not sys.stderr.isatty():
         train(config, token, emitter("train", config.log))
         return 0

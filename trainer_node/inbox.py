@@ -26,6 +26,7 @@ from .samples import TokenSample, group_samples, inspect_group
 
 REMEMBERED = 200_000
 RENEW_SECONDS = 20.0
+NOT_FOUND = 404
 
 
 @dataclass
@@ -60,12 +61,16 @@ class Counts:
 
 
 class RolloutInbox:
-    """See the module. `sync_of` maps a weights identity to the trainer's sync count at its publish, or None."""
+    """See the module. `sync_of` maps a weights identity to the trainer's sync count at its publish, or None.
+
+    `ask(peer)` posts the rollout run to a Space; it is called at the start, and again when a Space lost its disk.
+    """
 
     def __init__(
-        self, peers: Sequence[Peer], settings: InboxSettings, sync_of: Callable[[Identity], int | None], emit: Emit
-    ) -> None:
-        self._peers, self._settings, self._sync_of, self._emit = peers, settings, sync_of, emit
+        self, peers: Sequence[Peer], settings: InboxSettings, sync_of: Callable[[Identity], int | None],
+        ask: Callable[[Peer], object], emit: Emit,
+    ) -> None:  # fmt: skip
+        self._peers, self._settings, self._sync_of, self._ask, self._emit = peers, settings, sync_of, ask, emit
         self.rollout_buffer: queue.Queue[TokenSample] = queue.Queue(maxsize=2 * settings.samples_per_step)
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue(maxsize=1_000)
         self.counts = Counts()
@@ -163,9 +168,13 @@ class RolloutInbox:
 
     def _serve(self, peer: Peer) -> None:
         renewed, every, backoff = time.monotonic(), RENEW_SECONDS, 0.2
+        asked = False
         try:
             while not self._stop.is_set():
                 try:
+                    if not asked:
+                        self._ask(peer)
+                        asked = True
                     self._ack(peer)
                     if time.monotonic() - renewed > every:
                         self._renew(peer)
@@ -176,6 +185,13 @@ class RolloutInbox:
                     self._trouble = str(error)
                     self._stop.wait(backoff)
                     backoff = min(backoff * 2, 5.0)
+                except InvalidRequest as error:
+                    if error.status != NOT_FOUND:
+                        raise
+                    asked = False  # the Space came back without its disk: what it had not delivered is lost
+                    self.counts.groups["space_disks_lost"] += 1
+                    self._emit("space_lost_its_disk", peer=peer.url, why=str(error))
+                    self._stop.wait(backoff)
             self._ack(peer)
         except RetryError as error:  # the last acks could not be given: the Space will deliver these groups again
             self._emit("acks_lost", peer=peer.url, why=str(error))

@@ -90,7 +90,7 @@ class _Run:
             run=self.rollout_run, samples_per_step=samples, group_size=config.group_size, oversample=config.oversample,
             vocabulary=len(tokenizer), peer_seconds=config.peer_seconds,
         )  # fmt: skip
-        inbox = RolloutInbox(self.envs, inbox_settings, self._sync_of, self.emit)
+        inbox = RolloutInbox(self.envs, inbox_settings, self._sync_of, self._ask_for_rollouts, self.emit)
         transfer = WeightTransfer(self.publisher, lambda: self.trainer.state.global_step, inbox.take_harness)
         trainer = DeltawireTrainer(
             model=str(folder),
@@ -128,7 +128,6 @@ class _Run:
         config = self.config
         first = self.start_at_rest()
         before = self._evaluate("before", first)
-        self._start_rollouts()
         trained_from = time.monotonic()
         self.trainer.train()
         seconds = time.monotonic() - trained_from
@@ -180,7 +179,7 @@ class _Run:
 
     # --- helpers
 
-    def _start_rollouts(self) -> None:
+    def _ask_for_rollouts(self, env: Peer) -> None:
         config = self.config
         request = RunRequest(
             name=self.rollout_run,
@@ -194,9 +193,8 @@ class _Run:
             max_tokens=config.max_tokens,
             artifacts=config.run,
         )
-        for env in self.envs:
-            env.post("/v1/runs", request, RunInfo)
-        self.emit("rollouts_started", run=self.rollout_run, spaces=len(self.envs))
+        env.post("/v1/runs", request, RunInfo)
+        self.emit("rollouts_asked_for", run=self.rollout_run, space=env.url)
 
     def _evaluate(self, when: str, version: Identity) -> Score | None:
         if not self.config.evaluation.episodes:

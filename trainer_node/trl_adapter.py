@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import queue
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -82,12 +82,15 @@ def tree_sdpa(
 
 
 class _FreshQueue:
-    """The inbox's queue without stale samples; remembers the last sample so that its token fields can follow it."""
+    """The inbox's queue without stale groups; remembers the last sample so that its token fields can follow it."""
+
+    _REMEMBERED = 10_000
 
     def __init__(
         self, source: queue.Queue[Any], version: Callable[[], int], limit: int, on_stale: Callable[[str], None]
     ) -> None:
         self._source, self._version, self._limit, self._on_stale = source, version, limit, on_stale
+        self._fresh: OrderedDict[str, bool] = OrderedDict()
         self.last: Any = None
 
     def get(self, timeout: float) -> Any:
@@ -95,11 +98,18 @@ class _FreshQueue:
         give_up = time.monotonic() + timeout
         while (left := give_up - time.monotonic()) > 0:
             sample = self._source.get(timeout=left)
-            if self._version() - sample.model_version <= self._limit:
+            if self._is_fresh(sample):
                 self.last = sample
                 return sample
             self._on_stale(sample.group)
         raise queue.Empty
+
+    def _is_fresh(self, sample: Any) -> bool:
+        """Decided at a group's first sample and kept for the others: a group is trained or dropped whole."""
+        fresh = self._version() - sample.model_version <= self._limit
+        if len(self._fresh) > self._REMEMBERED:
+            self._fresh.popitem(last=False)
+        return self._fresh.setdefault(sample.group, fresh)
 
     def qsize(self) -> int:
         return self._source.qsize()

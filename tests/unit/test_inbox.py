@@ -11,6 +11,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from fastapi import FastAPI, Request, Response
 from support_groups import chain, group, rollout
@@ -107,14 +108,16 @@ class Rig:
 @contextmanager
 def leasing(
     urls: Sequence[str], *, step: int = 8, size: int = 2, oversample: float = 1.5, seconds: float = 30.0,
-    sync_of: Callable[[Identity], int | None] = SYNCS.get, run: str = "r",
+    sync_of: Callable[[Identity], int | None] = SYNCS.get, run: str = "r", ask: Callable[[Peer], object] = bool,
 ) -> Iterator[Rig]:  # fmt: skip
     """An inbox for steps of `step` samples in groups of `size`, started; stopped at the end."""
     events: list[dict[str, Any]] = []
     settings = InboxSettings(run, step, size, oversample, vocabulary=300, peer_seconds=seconds)
     with ExitStack() as stack:
         peers = [stack.enter_context(closing(Peer(url, TOKEN))) for url in urls]
-        inbox = RolloutInbox(peers, settings, sync_of, lambda event, **facts: events.append({"event": event} | facts))
+        inbox = RolloutInbox(
+            peers, settings, sync_of, ask, lambda event, **facts: events.append({"event": event} | facts)
+        )
         stack.callback(inbox.stop)
         inbox.start()
         yield Rig(inbox, events)
@@ -342,9 +345,33 @@ def test_a_space_that_is_gone_is_named_at_the_deadline() -> None:
         assert "setting peer_seconds" in rig.trouble()
 
 
-def test_an_unknown_run_ends_the_run() -> None:
+def test_a_space_that_lost_its_disk_is_asked_again(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    with real_space(first) as (before, request), real_space(second) as (after, _):
+        disks = {before.url: before, after.url: after}
+        seen: list[str] = []
+
+        def ask(peer: Peer) -> None:
+            seen.append(peer.url)
+            disks[peer.url].post("/v1/runs", request, RunInfo)
+
+        with leasing([before.url], ask=ask, run="r") as rig:
+            rig.take(4)
+            (peer,) = rig.inbox._peers
+            peer._client.base_url = httpx.URL(after.url)  # the same address, another machine behind it
+            peer.url = after.url
+            wait_until(lambda: len(seen) == 2)
+            assert seen == [before.url, after.url]
+            assert rig.count("space_disks_lost") == 1
+            groups = {s.group for s in rig.take(24)}
+            assert len(groups) == 12
+            assert rig.count("space_restarts") == 1
+            assert rig.trouble() == ""
+
+
+def test_a_refused_lease_ends_the_run() -> None:
     space = Scripted()
-    space.status = 404
+    space.status = 400
     with served(space.app) as url, leasing([url]) as rig:
         wait_until(lambda: rig.inbox._error is not None)
         with pytest.raises(InvalidRequest, match="refused: told to"):

@@ -415,6 +415,19 @@ def test_max_age_one_trains_what_is_one_sync_old(checkpoint: Path, tmp_path: Pat
     assert Counter(rig.stale) == {"late": 8}
 
 
+def test_a_group_is_dropped_or_kept_whole_although_a_sync_comes_between() -> None:
+    source: queue.Queue[Any] = queue.Queue()
+    dropped: list[str] = []
+    version = [4]
+    fresh = _FreshQueue(source, lambda: version[0], 3, dropped.append)
+    for name, born in [("kept", 1), ("late", 0), ("kept", 1), ("late", 0), ("kept", 1)]:
+        source.put(SimpleNamespace(model_version=born, group=name))
+    assert fresh.get(timeout=1).group == "kept"
+    version[0] = 5  # now "kept" would be too old, were it judged again
+    assert [fresh.get(timeout=1).group for _ in range(2)] == ["kept", "kept"]
+    assert dropped == ["late", "late"]
+
+
 def test_a_queue_of_stale_samples_still_ends_the_wait() -> None:
     source: queue.Queue[Any] = queue.Queue()
     dropped: list[str] = []
