@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import jinja2
@@ -10,6 +11,7 @@ import jinja2
 from sync.errors import InvalidRequest
 from sync.schema.calls import Message
 
+_CACHED_CHARACTERS = 2_048
 _SENTINEL = "deltawire-7f3a9c41-assistant-content"
 _OPENING = ({"role": "user", "content": "x"}, {"role": "assistant", "content": _SENTINEL})
 
@@ -29,12 +31,27 @@ def render(tokenizer: Any, prefix_ids: Sequence[int], messages: Sequence[Message
         if not prefix_ids:
             raise InvalidRequest("the prompt is empty: send messages, or ids in prefix_ids", code="empty_prompt")
         return list(prefix_ids)
-    new = [message.model_dump() for message in messages]
+    template = tokenizer.chat_template or ""
+    short = sum(len(message.content) for message in messages) <= _CACHED_CHARACTERS
+    repeats = short and "strftime_now" not in template  # a template that tells the date renders anew
+    suffix = (_new_ids if repeats else _new_ids.__wrapped__)(tokenizer, template, tuple(messages), bool(prefix_ids))
     if not prefix_ids:
-        return _encode(tokenizer, _text(tokenizer, new, prompt=True))
-    suffix = _encode(tokenizer, _suffix(tokenizer, new))
-    closed = suffix[:1] == [prefix_ids[-1]] and _is_control(tokenizer, suffix[0])
+        return list(suffix)
+    closed = suffix[:1] == (prefix_ids[-1],) and _is_control(tokenizer, suffix[0])
     return [*prefix_ids, *(suffix[1:] if closed else suffix)]
+
+
+@lru_cache(maxsize=4_096)
+def _new_ids(
+    tokenizer: Any,
+    template: str,  # noqa: ARG001 - part of the cache's key
+    messages: tuple[Message, ...],
+    extends: bool,  # noqa: FBT001
+) -> tuple[int, ...]:
+    """Ids of the opening, or of what follows an assistant's content; the messages of environments repeat a lot."""
+    new = [message.model_dump() for message in messages]
+    text = _suffix(tokenizer, new) if extends else _text(tokenizer, new, prompt=True)
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
 def _is_control(tokenizer: Any, token: int) -> bool:
@@ -70,7 +87,3 @@ def _text(tokenizer: Any, messages: list[dict[str, str]], *, prompt: bool) -> st
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
     except jinja2.TemplateError as error:
         raise InvalidRequest(f"this model's chat template refuses the messages: {error}", code="template") from None
-
-
-def _encode(tokenizer: Any, text: str) -> list[int]:
-    return list(tokenizer.encode(text, add_special_tokens=False))

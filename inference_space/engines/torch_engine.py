@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -84,7 +84,8 @@ class TorchEngine:
         """Queue calls."""
         passes = self._loaded()
         accepted, futures = [], []
-        for call in calls:
+        unseeded = np.frombuffer(os.urandom(8 * len(calls)), dtype=np.uint64).tolist()
+        for call, noise in zip(calls, unseeded, strict=True):
             future: Future[Generation] = Future()
             futures.append(future)
             try:
@@ -93,7 +94,7 @@ class TorchEngine:
                 future.set_exception(error)
                 continue
             sampling = call.sampling
-            seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
+            seed = noise if sampling.seed is None else sampling.seed
             limit = min(sampling.max_tokens, self._max_len - len(call.ids))
             accepted.append(Running(list(call.ids), sampling.temperature, seed, limit, future))
         self._scheduler.submit(passes, accepted)
