@@ -38,7 +38,7 @@ from sync.schema.rollouts import AckRequest, AckResponse, Group, LeaseResponse, 
 from sync.settings import validated
 from sync.stores import open_store
 from trainer_node.config import TrainConfig
-from trainer_node.demo import _Crew
+from trainer_node.demo import TINY_ENGINE, _Crew
 from trainer_node.peers import Peer
 from trainer_node.run import _prepare_model, _Run
 from trainer_node.samples import TokenSample, group_samples
@@ -183,7 +183,7 @@ class _Gate:
         config = self.config
         request = RunRequest(
             name=name, environment=config.environment, policy_url=config.policy_url, purpose=purpose,
-            group_size=config.group_size, concurrent_groups=config.groups_per_step, tasks=tasks,
+            group_size=config.group_size, concurrent_groups=config.concurrent_groups, tasks=tasks,
             ready_groups=config.ready_groups, max_tokens=config.max_tokens, seed=secrets.randbits(20),
         )  # fmt: skip
         self.env.post("/v1/runs", request, RunInfo)
@@ -208,7 +208,7 @@ def _measure(out: Path, rounds: int, steps: int) -> list[dict[str, float]]:
     with ExitStack() as stack:
         crew = stack.enter_context(_Crew(out, token))
         env_url = crew.space("env", f'folder = "{out}/env"\nlog = "json"\ninspector = false\n')
-        policy_url = crew.space("inference", f'run = "{bucket}"\nfolder = "{out}/mirror"\nlog = "json"\n')
+        policy_url = crew.space("inference", f'run = "{bucket}"\nfolder = "{out}/mirror"\nlog = "json"\n{TINY_ENGINE}')
         values = {
             "run": str(bucket), "env_urls": [env_url], "policy_url": policy_url, "out": out, "report": "none",
             "steps": 100_000, "schedule": "constant", "learning_rate": 1e-5, "log": "none",

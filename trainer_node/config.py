@@ -111,7 +111,7 @@ class TrainConfig(Settings):
     """tokens the policy may sample per call"""
     max_staleness: int = Field(default=4, ge=1)
     """syncs that the oldest version in a group may lie behind"""
-    concurrent_groups: int = Field(default=32, ge=1, le=4_096)
+    concurrent_groups: int = Field(default=48, ge=1, le=4_096)
     """groups that the environment rolls at once"""
     ready_groups: int = Field(default=32, ge=1, le=65_536)
     """groups that may wait for the trainer"""

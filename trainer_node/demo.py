@@ -51,7 +51,9 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         crew = stack.enter_context(_Crew(out, token))
         env_url = crew.space("env", f'folder = "{out}/env"\nlog = "json"\n')
-        policy_url = crew.space("inference", f'run = "file://{bucket}"\nfolder = "{out}/mirror"\nlog = "json"\n')
+        policy_url = crew.space(
+            "inference", f'run = "file://{bucket}"\nfolder = "{out}/mirror"\nlog = "json"\n{TINY_ENGINE}'
+        )
         trainer = crew.start("train", _train_settings(args, out, bucket, env_url, policy_url))
         inspector = f"{env_url}/?key={token}"
         view = stack.enter_context(RunView())
@@ -86,6 +88,9 @@ def _train_settings(args: argparse.Namespace, out: Path, bucket: Path, env_url: 
     text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items())
     return text + PRESETS.get(args.env, "")
 
+
+TINY_ENGINE = "max_slots = 512\nmax_len = 256\n"
+"""Room for every call of the demo at once: short sequences, small caches."""
 
 PRESETS = {
     "sort": "learning_rate = 4e-4\ngroups_per_step = 16\ngroup_size = 16\nconcurrent_groups = 20\nready_groups = 20\n"

@@ -118,7 +118,7 @@ def table(summary: dict[str, Any], out: Path) -> str:
         ("optimizer steps, versions published", f"{summary['steps']}, {summary['versions']}"),
         ("curriculum versions", str(summary["curriculum_versions"])),
         ("full copy of the weights", f"{full:,} B"),
-        (f"delta at lr {summary['delta_learning_rate']:g} (this demo)", _size(summary, "delta", full)),
+        (f"delta at lr {summary['delta_learning_rate']:g} (mean of this run)", _size(summary, "delta", full)),
     ]
     if summary["sparse_delta_bytes_mean"] is not None:
         label = f"delta at lr {summary['sparse_delta_learning_rate']:g} ({summary['sparse_delta_steps']} steps)"
