@@ -6,37 +6,61 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """Where a command lives, which extra brings what it imports, and what it does."""
+
+    module: str
+    extra: str
+    text: str
+
 
 COMMANDS = {
-    "demo": ("trainer_node.demo", "train a tiny policy end to end on this machine, in about four minutes"),
-    "inference": ("inference_space.cli", "serve the newest weights of a run"),
-    "env": ("env_space.cli", "run episodes and serve rollouts"),
-    "train": ("trainer_node.cli", "train on rollouts and publish weights"),
+    "demo": Command("trainer_node.demo", "all", "train a tiny policy end to end on this machine, in a few minutes"),
+    "inference": Command("inference_space.cli", "inference", "serve the newest weights of a run"),
+    "env": Command("env_space.cli", "env", "run episodes and serve rollouts"),
+    "train": Command("trainer_node.cli", "trainer", "train on rollouts and publish weights"),
 }
+PACKAGES = ("sync", "trainer_node", "inference_space", "env_space")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, run one command, and return its exit status.
 
-    Errors that Deltawire raises on purpose become one line on standard error and status 2.
+    Errors that Deltawire raises on purpose, and packages that are not installed, become one line on standard error and
+    status 2.
     """
     from sync.errors import DeltawireError
 
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="deltawire", description=(__doc__ or "").splitlines()[0])
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (module, text) in COMMANDS.items():
-        sub = commands.add_parser(name, help=text, description=text)
-        if words[:1] == [name]:
-            importlib.import_module(module).add_arguments(sub)
-    args = parser.parse_args(words)
+    command = COMMANDS.get(words[0]) if words else None
     try:
-        return int(importlib.import_module(COMMANDS[args.command][0]).run(args))
+        return _run(words)
     except DeltawireError as error:
-        print(f"deltawire {args.command}: {error}", file=sys.stderr)
+        print(f"deltawire {words[0]}: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if command is None or missing in PACKAGES:
+            raise
+        hint = f"pip install 'deltawire[{command.extra}]'"
+        print(f"deltawire {words[0]}: needs the package {missing}, which is not installed: {hint}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _run(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="deltawire", description=(__doc__ or "").splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        sub = commands.add_parser(name, help=command.text, description=command.text)
+        if words[:1] == [name]:
+            importlib.import_module(command.module).add_arguments(sub)
+    args = parser.parse_args(words)
+    return int(importlib.import_module(COMMANDS[args.command].module).run(args))
 
 
 if __name__ == "__main__":

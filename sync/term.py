@@ -237,7 +237,7 @@ def _refuse_if_young(store: Store, channel: str, uploaded_at: float, writer: str
     if now - uploaded_at < TAKEOVER_SECONDS:
         raise Fenced(
             f"channel {channel!r} of {store.url} was written {now - uploaded_at:.0f} s ago and is not closed; stop "
-            "that writer and say takeover (deltawire train --takeover true), or choose another run URL"
+            "that writer and say --publishing.takeover true, or choose another run URL"
         )
 
 
