@@ -42,6 +42,7 @@ from .warmstart import warm_start
 
 def train(config: TrainConfig, token: str, emit: Emit) -> Summary:
     """Train as `config` says and write `summary.json`. Raises DeltawireError for what a user can mend."""
+    started = time.monotonic()
     torch.set_num_threads(config.threads)
     make_folder(config.out)
     store = open_store(config.run, create=True)
@@ -54,6 +55,7 @@ def train(config: TrainConfig, token: str, emit: Emit) -> Summary:
             env.wait_for("the environment Space coming up", partial(_alive, env), config.peer_seconds)
         folder = _prepare_model(config, envs[0], emit)
         run = _Run(config, store, envs, policy, folder, emit)
+        run.started = started
         stack.callback(run.close)
         return run.run()
 
