@@ -105,7 +105,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
         time.sleep(0.005)
 
 
-def close_to(found: Sequence[float], wanted: Sequence[float], tolerance: float = 1e-4) -> None:
+def assert_close_to(found: Sequence[float], wanted: Sequence[float], tolerance: float = 1e-4) -> None:
     """Assert equal length and elementwise difference below `tolerance`."""
     assert len(found) == len(wanted)
     assert max(abs(a - b) for a, b in zip(found, wanted, strict=True)) < tolerance

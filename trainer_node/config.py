@@ -91,7 +91,7 @@ class TrainConfig(Settings):
     """`tiny` builds a small Qwen3 here; else a checkpoint folder or Hub id"""
     out: Path = Path("runs/train")
     """folder for the model, metrics and summary.json"""
-    steps: int = Field(default=220, ge=1)
+    steps: int = Field(default=260, ge=1)
     """optimizer steps"""
     seed: Seed = 0
     """seed of model, warm start and sampling"""

@@ -29,7 +29,7 @@ STOP_SECONDS = 15.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the demo's flags."""
-    parser.add_argument("--steps", type=int, default=220, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=260, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of everything (default: %(default)s)")
     parser.add_argument("--env", default="guess", help="environment: guess or sort (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for all results (%(default)s)")

@@ -57,7 +57,7 @@ def toml(home: Path, role: str, /, **changes: object) -> Path:
     return path
 
 
-def says(done: Done, role: str, *parts: object) -> None:
+def assert_says(done: Done, role: str, *parts: object) -> None:
     """Status 2, nothing on standard output, and one line on standard error that holds all `parts`."""
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
@@ -74,7 +74,9 @@ def says(done: Done, role: str, *parts: object) -> None:
 @ROLES
 def test_an_unknown_key_is_named_with_its_origin(role: str, tmp_path: Path) -> None:
     path = toml(tmp_path, role, pollseconds=3)
-    says(deltawire(role, "--config", path), role, "unknown setting 'pollseconds'", f"in {path}", "known: ", "log")
+    assert_says(
+        deltawire(role, "--config", path), role, "unknown setting 'pollseconds'", f"in {path}", "known: ", "log"
+    )
 
 
 @ROLES
@@ -88,7 +90,7 @@ def test_an_unknown_flag_is_refused(role: str, tmp_path: Path) -> None:
 @ROLES
 def test_an_unknown_variable_is_refused(role: str, tmp_path: Path) -> None:
     done = deltawire(role, "--config", toml(tmp_path, role), env={f"DELTAWIRE_{role.upper()}_POLLSECONDS": "3"})
-    says(done, role, "unknown setting", f"DELTAWIRE_{role.upper()}_POLLSECONDS")
+    assert_says(done, role, "unknown setting", f"DELTAWIRE_{role.upper()}_POLLSECONDS")
 
 
 @ROLES
@@ -98,19 +100,21 @@ def test_a_wrong_type_is_named_with_its_origin(role: str, where: str, tmp_path: 
     variables = {f"DELTAWIRE_{role.upper()}_LOG": "loud"} if where == "variable" else {}
     flags = ["--log", "loud"] if where == "flag" else []
     origin = {"file": f"in {path}", "variable": f"in $DELTAWIRE_{role.upper()}_LOG", "flag": "in --log"}[where]
-    says(deltawire(role, "--config", path, *flags, env=variables), role, "setting 'log'", origin, "'text', 'json'")
+    assert_says(
+        deltawire(role, "--config", path, *flags, env=variables), role, "setting 'log'", origin, "'text', 'json'"
+    )
 
 
 @pytest.mark.parametrize(("role", "name"), [("inference", "folder"), ("train", "policy_url"), ("train", "env_urls")])
 def test_a_missing_setting_names_its_flag(role: str, name: str, tmp_path: Path) -> None:
     path = toml(tmp_path, role, **{name: None})
-    says(deltawire(role, "--config", path), role, f"setting '{name}' is missing", "--" + name.replace("_", "-"))
+    assert_says(deltawire(role, "--config", path), role, f"setting '{name}' is missing", "--" + name.replace("_", "-"))
 
 
 def test_a_settings_file_that_cannot_be_read(tmp_path: Path) -> None:
-    says(deltawire("env", "--config", tmp_path / "no.toml"), "env", "no such settings file", "--print-config")
+    assert_says(deltawire("env", "--config", tmp_path / "no.toml"), "env", "no such settings file", "--print-config")
     (tmp_path / "bad.toml").write_text("host = \n")
-    says(deltawire("env", "--config", tmp_path / "bad.toml"), "env", "bad.toml: not a readable TOML file")
+    assert_says(deltawire("env", "--config", tmp_path / "bad.toml"), "env", "bad.toml: not a readable TOML file")
 
 
 @pytest.mark.parametrize(
@@ -120,7 +124,7 @@ def test_a_settings_file_that_cannot_be_read(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_numbers_that_no_space_accepts_are_refused_at_once(flag: str, value: int, tmp_path: Path) -> None:
     done = deltawire("train", "--config", toml(tmp_path, "train"), f"--{flag}", value)
-    says(done, "train", f"setting '{flag.replace('-', '_')}' in --{flag}", "less than or equal to")
+    assert_says(done, "train", f"setting '{flag.replace('-', '_')}' in --{flag}", "less than or equal to")
 
 
 @ROLES
@@ -142,7 +146,7 @@ def test_no_token_no_start(role: str, tmp_path: Path) -> None:
     path = toml(tmp_path, role)
     for token, fault in (("", "not set"), ("short", "too short")):
         done = deltawire(role, "--config", path, env={"DELTAWIRE_TOKEN": token})
-        says(done, role, f"DELTAWIRE_TOKEN is {fault}", "at least 16", "openssl rand")
+        assert_says(done, role, f"DELTAWIRE_TOKEN is {fault}", "at least 16", "openssl rand")
 
 
 def test_help_and_no_command() -> None:
@@ -163,37 +167,39 @@ def test_a_port_that_is_taken(role: str, tmp_path: Path) -> None:
     with bind("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         done = deltawire(role, "--config", toml(tmp_path, role), "--port", port, cwd=tmp_path)
-    says(done, role, f"cannot listen on 127.0.0.1:{port}", "--port 0")
+    assert_says(done, role, f"cannot listen on 127.0.0.1:{port}", "--port 0")
 
 
 def test_a_bucket_that_is_none(tmp_path: Path) -> None:
     path = toml(tmp_path, "inference")
-    says(deltawire("inference", "--config", path, cwd=tmp_path), "inference", "no such bucket folder", "trainer first")
+    assert_says(
+        deltawire("inference", "--config", path, cwd=tmp_path), "inference", "no such bucket folder", "trainer first"
+    )
     (tmp_path / "bucket").write_text("a file")
     for role in ("inference", "train"):
         done = deltawire(role, "--config", toml(tmp_path, role), cwd=tmp_path)
-        says(done, role, f"file://{tmp_path}/bucket: cannot be used as a bucket")
+        assert_says(done, role, f"file://{tmp_path}/bucket: cannot be used as a bucket")
     done = deltawire("inference", "--config", path, "--run", "s3://somewhere/else", cwd=tmp_path)
-    says(done, "inference", "'s3://somewhere/else' is not a run URL", "file:///dir")
+    assert_says(done, "inference", "'s3://somewhere/else' is not a run URL", "file:///dir")
 
 
 def test_an_output_folder_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("a file")
     done = deltawire("train", "--config", toml(tmp_path, "train"), "--out", "out", cwd=tmp_path)
-    says(done, "train", "out: cannot be used", "--out")
-    says(deltawire("demo", "--out", tmp_path / "out"), "demo", f"{tmp_path}/out: cannot be used", "--out")
+    assert_says(done, "train", "out: cannot be used", "--out")
+    assert_says(deltawire("demo", "--out", tmp_path / "out"), "demo", f"{tmp_path}/out: cannot be used", "--out")
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "http://127.0.0.1:http", "ftp://host", "http://", "host:80"])
 def test_a_url_that_is_none(url: str, tmp_path: Path) -> None:
     done = deltawire("train", "--config", toml(tmp_path, "train", policy_url=url), cwd=tmp_path)
-    says(done, "train", f"setting 'policy_url' in {tmp_path}/train.toml", f"(found {url!r})")
+    assert_says(done, "train", f"setting 'policy_url' in {tmp_path}/train.toml", f"(found {url!r})")
 
 
 def test_a_folder_that_another_space_uses(tmp_path: Path) -> None:
     with space(tmp_path):
         done = deltawire("env", "--folder", tmp_path / "env")
-    says(done, "env", f"{tmp_path}/env: another environment Space uses this folder", "--folder")
+    assert_says(done, "env", f"{tmp_path}/env: another environment Space uses this folder", "--folder")
 
 
 def test_a_mirror_that_another_space_uses(tmp_path: Path) -> None:
@@ -201,12 +207,12 @@ def test_a_mirror_that_another_space_uses(tmp_path: Path) -> None:
     follower = Follower(store, tmp_path / "mirror", None)
     done = deltawire("inference", "--config", toml(tmp_path, "inference"), "--log", "none", cwd=tmp_path)
     follower.close()
-    says(done, "inference", "mirror folder mirror is in use by another process", "another folder")
+    assert_says(done, "inference", "mirror folder mirror is in use by another process", "another folder")
 
 
 def test_a_model_folder_that_is_missing(tmp_path: Path) -> None:
     done = deltawire("train", "--config", toml(tmp_path, "train"), "--model", "./nowhere", cwd=tmp_path)
-    says(done, "train", "./nowhere: no such model folder", "--model")
+    assert_says(done, "train", "./nowhere: no such model folder", "--model")
 
 
 class Here:
@@ -235,25 +241,27 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 def test_a_model_that_cannot_be_used(here: Here, tmp_path: Path) -> None:
     damaged = make_checkpoint(tmp_path / "damaged")
     (tmp_path / "empty").mkdir()
-    says(here.train("--model", "./empty"), "train", "empty: no .safetensors file")
+    assert_says(here.train("--model", "./empty"), "train", "empty: no .safetensors file")
     (damaged / "model.safetensors").write_bytes(b"no tensors here")
-    says(here.train("--model", "./damaged"), "train", "damaged: cannot be loaded", "a checkpoint folder")
+    assert_says(here.train("--model", "./damaged"), "train", "damaged: cannot be loaded", "a checkpoint folder")
     (damaged / "config.json").write_text("{}")
-    says(here.train("--model", "./damaged"), "train", "damaged: cannot be loaded", "a checkpoint folder")
+    assert_says(here.train("--model", "./damaged"), "train", "damaged: cannot be loaded", "a checkpoint folder")
     (damaged / "config.json").unlink()
-    says(here.train("--model", "./damaged"), "train", "damaged: no config.json", "--model")
+    assert_says(here.train("--model", "./damaged"), "train", "damaged: no config.json", "--model")
 
 
 def test_a_space_that_never_comes_up_is_named(here: Here) -> None:
     done = here.train("--peer-seconds", "0.5")
-    says(done, "train", "http://127.0.0.1:9: the environment Space coming up did not happen within", "did not answer")
+    assert_says(
+        done, "train", "http://127.0.0.1:9: the environment Space coming up did not happen within", "did not answer"
+    )
 
 
 def test_another_token_and_an_unknown_environment(here: Here, tmp_path: Path) -> None:
     with space(tmp_path) as url:
-        says(here.train("--environment", "chess", env_urls=[url]), "train", "chess", "guess", "sort")
+        assert_says(here.train("--environment", "chess", env_urls=[url]), "train", "chess", "guess", "sort")
         here.patch.setenv("DELTAWIRE_TOKEN", "another-token-of-some-length")
-        says(here.train(env_urls=[url]), "train", f"{url}/v1/status refused", "token")
+        assert_says(here.train(env_urls=[url]), "train", f"{url}/v1/status refused", "token")
 
 
 def space(folder: Path) -> AbstractContextManager[str]:
@@ -330,7 +338,7 @@ def gone(pids: dict[str, int]) -> bool:
 
 
 def test_a_demo_without_steps() -> None:
-    says(deltawire("demo", "--steps", 0), "demo", "--steps is 0; it must be at least 1")
+    assert_says(deltawire("demo", "--steps", 0), "demo", "--steps is 0; it must be at least 1")
 
 
 def test_an_interrupted_demo_leaves_nobody_behind(tmp_path: Path) -> None:

@@ -123,7 +123,8 @@ def nudged(state: State, seed: int, *, share: float = 0.05) -> State:
 
 
 class NumpyEngine:
-    """An engine of numpy arrays. `fail` maps a method's name to the error that its next call raises, after it wrote."""
+    """An engine of numpy arrays. `fail` maps a method's name to the error that its next call raises, after it wrote;
+    `whole` names the tensors that the last apply got as a whole."""
 
     def __init__(self) -> None:
         self.state: State = {}
@@ -131,6 +132,7 @@ class NumpyEngine:
         self.paused = True
         self.loads = 0
         self.applies = 0
+        self.whole: set[str] = set()
         self.served: list[Identity] = []
         self.fail: dict[str, BaseException] = {}
         self.lose_a_write = False
@@ -153,6 +155,7 @@ class NumpyEngine:
         if unknown := patches.keys() - self.state.keys():
             raise InvalidPatch(f"unknown tensors {unknown}")
         self.applies += 1
+        self.whole = {name for name, (index, _) in patches.items() if index is None}
         for name, (index, values) in patches.items():
             flat = self.state[name].reshape(-1)
             flat[slice(None) if index is None else index] = values

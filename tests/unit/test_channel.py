@@ -155,6 +155,10 @@ def test_a_tensor_that_changed_widely_is_read_whole(run: Run) -> None:
     publish(run.writer, run.state)
     run.follower.poll()
     run.check()
+    assert run.engine.whole == {name for name, array in run.state.items() if array.size}
+    run.publish()
+    run.follower.poll()
+    assert not run.engine.whole & {name for name, array in run.state.items() if array.size > 64}
 
 
 def test_facts_of_a_version_are_kept(run: Run) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support_tiny import close_to, make_checkpoint, prompts, reference, wait_until
+from support_tiny import assert_close_to, make_checkpoint, prompts, reference, wait_until
 
 from inference_space.engines.base import Call, Generation
 from inference_space.engines.forward import Passes
@@ -87,7 +87,7 @@ def test_logprobs_equal_teacher_forcing_in_mixed_batches(
     folder = make_checkpoint(tmp_path / "c", seed=3, tied=tied)
     engine, asked = make(folder, max_slots=8), prompts(20)
     for ids, made in zip(asked, ask(engine, asked, max_tokens=12, temperature=temperature), strict=True):
-        close_to(made.logprobs, reference(folder, ids + made.output_ids, len(ids), temperature))
+        assert_close_to(made.logprobs, reference(folder, ids + made.output_ids, len(ids), temperature))
         assert made.spans[0].version == "0@1"
         assert (made.spans[0].start, made.spans[0].end, len(made.spans)) == (0, len(made.output_ids), 1)
 
@@ -95,7 +95,7 @@ def test_logprobs_equal_teacher_forcing_in_mixed_batches(
 def test_temperature_zero_takes_the_most_likely_token_and_reports_temperature_one(make: Make, first: Path) -> None:
     engine, ids = make(first), prompts(1)[0]
     made = ask(engine, [ids], max_tokens=8, temperature=0.0)[0]
-    close_to(made.logprobs, reference(first, ids + made.output_ids, len(ids)))
+    assert_close_to(made.logprobs, reference(first, ids + made.output_ids, len(ids)))
     assert ask(engine, [ids], max_tokens=8, temperature=0.0, seed=9)[0].output_ids == made.output_ids
 
 
@@ -113,7 +113,7 @@ def test_sequences_of_any_length_join_and_leave_at_every_step(make: Make, first:
     calls = [Call(p, Sampling(max_tokens=1 + i % 7, seed=i)) for i, p in enumerate(asked)]
     for ids, call, future in zip(asked, calls, engine.generate(calls), strict=True):
         made = future.result(60)
-        close_to(made.logprobs, reference(first, ids + made.output_ids, len(ids)))
+        assert_close_to(made.logprobs, reference(first, ids + made.output_ids, len(ids)))
         full = len(made.output_ids) == call.sampling.max_tokens
         assert made.finish_reason == "length" if full and made.output_ids[-1] != end else "stop"
     status = engine.status()
@@ -172,7 +172,7 @@ def test_new_weights_under_running_calls_are_exact_and_named(make: Make, first: 
         for span in made.spans:
             folder = {"0@1": first, "1@1": second}[span.version]
             wanted = reference(folder, ids + made.output_ids, len(ids))[span.start : span.end]
-            close_to(made.logprobs[span.start : span.end], wanted)
+            assert_close_to(made.logprobs[span.start : span.end], wanted)
         mixed += len(made.spans) == 2
     assert mixed
     assert int(engine.status()["recomputed_tokens"]) > 0
@@ -187,7 +187,7 @@ def test_a_reload_under_running_calls_is_exact_too(make: Make, first: Path, seco
     made = future.result(60)
     wanted = [reference(f, ids + made.output_ids, len(ids), 0.2) for f in (first, second)]
     for span, lps in zip(made.spans, wanted, strict=True):
-        close_to(made.logprobs[span.start : span.end], lps[span.start : span.end])
+        assert_close_to(made.logprobs[span.start : span.end], lps[span.start : span.end])
 
 
 def test_calls_wait_while_the_engine_is_paused(make: Make, first: Path) -> None:
@@ -220,7 +220,7 @@ def test_tied_weights_stay_tied(make: Make, first: Path) -> None:
     engine.apply({EMBED: (None, new)}, TWO)
     engine.resume()
     made = ask(engine, [[5, 6]], max_tokens=1)[0]
-    close_to(made.logprobs, [-np.log(len(engine.tokenizer))], 1e-4)
+    assert_close_to(made.logprobs, [-np.log(len(engine.tokenizer))], 1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -266,7 +266,7 @@ def test_scores_equal_teacher_forcing(make: Make, first: Path, prefill: int) -> 
     scores = engine.score([ScoreSequence(ids=tuple(ids), start=s) for ids, s in asked], 0.7).result(60)
     assert scores.identity == ONE
     for (ids, start), found in zip(asked, scores.logprobs, strict=True):
-        close_to(found, reference(first, ids, start, 0.7))
+        assert_close_to(found, reference(first, ids, start, 0.7))
 
 
 @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ def test_weights_that_give_nan_fail_their_calls_and_leave_no_trace(make: Make, f
     engine.apply({"model.norm.weight": (None, norm)}, Identity(1, 2))
     engine.resume()
     for ids, made in zip(asked, ask(engine, asked, max_tokens=6), strict=True):
-        close_to(made.logprobs, reference(first, ids + made.output_ids, len(ids)))
+        assert_close_to(made.logprobs, reference(first, ids + made.output_ids, len(ids)))
 
 
 def test_a_dead_scheduler_fails_everything_with_its_reason(
@@ -377,7 +377,7 @@ def test_another_shape_fails_what_runs_on_the_old_model(make: Make, first: Path,
     with pytest.raises(InvalidRequest, match="changed its shape"):
         engine._scheduler.submit(old, ())  # what was checked against the old vocabulary must not run on the new
     made = ask(engine, [[5, 6]], max_tokens=3)[0]
-    close_to(made.logprobs, reference(other, [5, 6, *made.output_ids], 2))
+    assert_close_to(made.logprobs, reference(other, [5, 6, *made.output_ids], 2))
 
 
 def test_checkpoints_that_cannot_be_served_exactly_are_refused(make: Make, first: Path, tmp_path: Path) -> None:
