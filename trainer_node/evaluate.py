@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from sync.errors import InvalidRequest, PeerUnavailable
 from sync.schema.base import Identity
-from sync.schema.rollouts import AckRequest, AckResponse, LeaseResponse, Rollout, RunInfo, RunRequest
+from sync.schema.rollouts import AckRequest, AckResponse, Group, LeaseResponse, Rollout, RunInfo, RunRequest
 
 from .config import TrainConfig
 from .peers import Peer
@@ -42,22 +42,31 @@ def evaluate(peer: Peer, config: TrainConfig, name: str, expected: Identity) -> 
         concurrent_groups=256,
         ready_groups=config.evaluation.episodes,
     )
-    peer.post("/v1/runs", request, RunInfo)
-    rollouts: list[Rollout] = []
+    groups: dict[str, Group] = {}
     give_up = time.monotonic() + config.peer_seconds
+    trouble = "none"
     while True:
-        answer = peer.get("/v1/rollouts", LeaseResponse, seconds=60.0, run=name, limit=64, wait=5)
-        rollouts += [r for group in answer.groups for r in group.rollouts]
-        if answer.groups:
-            peer.post("/v1/rollouts/ack", AckRequest(groups=tuple(g.id for g in answer.groups)), AckResponse)
-        elif answer.complete:
-            break
+        try:
+            if _take(peer, request, groups):
+                return _score([r for group in groups.values() for r in group.rollouts], str(expected))
+        except PeerUnavailable as error:  # a Space that is started again goes on with the evaluation
+            trouble = str(error)
+            time.sleep(0.5)
         if time.monotonic() > give_up:
             raise PeerUnavailable(
-                f"{peer.url}: evaluation {name} gave {len(rollouts)} of {config.evaluation.episodes} episodes within "
-                f"{config.peer_seconds:.0f} s (setting peer_seconds)"
+                f"{peer.url}: evaluation {name} gave {len(groups)} of {config.evaluation.episodes} episodes within "
+                f"{config.peer_seconds:.0f} s (setting peer_seconds); last trouble: {trouble}"
             )
-    return _score(rollouts, str(expected))
+
+
+def _take(peer: Peer, request: RunRequest, groups: dict[str, Group]) -> bool:
+    """Post the run (a no-op when it is known), lease what is ready into `groups` by id, ack; True when complete."""
+    peer.post("/v1/runs", request, RunInfo)
+    answer = peer.get("/v1/rollouts", LeaseResponse, seconds=60.0, run=request.name, limit=64, wait=5)
+    groups.update({group.id: group for group in answer.groups})
+    if answer.groups:
+        peer.post("/v1/rollouts/ack", AckRequest(groups=tuple(g.id for g in answer.groups)), AckResponse)
+    return answer.complete and not answer.groups
 
 
 def _score(rollouts: list[Rollout], expected: str) -> Score:

@@ -18,7 +18,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from sync.errors import PeerUnavailable
+from sync.errors import InvalidRequest, PeerUnavailable
 from sync.events import Emit
 from sync.publisher import ArtifactPublisher, Published, Publisher, PublisherOptions
 from sync.schema.artifacts import Curriculum
@@ -30,7 +30,7 @@ from sync.stores import Store, open_store
 from .config import TrainConfig, make_folder
 from .curriculum import next_curriculum
 from .evaluate import Score, evaluate
-from .inbox import InboxSettings, RolloutInbox
+from .inbox import NOT_FOUND, InboxSettings, RolloutInbox
 from .model import checkpoint_tensors, resolve, side_files, tiny_model, tiny_tokenizer
 from .peers import Peer
 from .sparsity import measure
@@ -136,7 +136,7 @@ class _Run:
         last = self.transfer.flush()
         self._settle_curriculum()
         for env in self.envs:
-            env.call("DELETE", f"/v1/runs/{self.rollout_run}")
+            env.wait_for("stopping the rollout run", partial(self._stopped, env), config.peer_seconds)
         self._wait_for_version(last)
         after = self._evaluate("after", last)
         status = self.policy.get("/sync/status", SyncStatus)
@@ -197,6 +197,13 @@ class _Run:
         )
         env.post("/v1/runs", request, RunInfo)
         self.emit("rollouts_asked_for", run=self.rollout_run, space=env.url)
+
+    def _stopped(self, env: Peer) -> None:
+        try:
+            env.call("DELETE", f"/v1/runs/{self.rollout_run}")
+        except InvalidRequest as error:
+            if error.status != NOT_FOUND:  # a Space that lost its disk rolls nothing
+                raise
 
     def _evaluate(self, when: str, version: Identity) -> Score | None:
         if not self.config.evaluation.episodes:

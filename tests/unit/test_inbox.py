@@ -443,6 +443,29 @@ def test_an_evaluation_on_the_real_space_checks_the_version(tmp_path: Path) -> N
 # --- the real Space
 
 
+class _Flaky(Peer):
+    """A peer whose every fourth answer is lost on the way back."""
+
+    lost = 0
+
+    def _raw(self, *args: Any, **parts: Any) -> httpx.Response:
+        answer = super()._raw(*args, **parts)
+        type(self).lost += 1
+        if self.lost % 4 == 0:
+            raise PeerUnavailable("lost on the way back")
+        return answer
+
+
+def test_an_evaluation_survives_lost_answers(tmp_path: Path) -> None:
+    with real_space(tmp_path, lease_seconds=1.0) as (peer, request), closing(_Flaky(peer.url, TOKEN)) as flaky:
+        config = TrainConfig(
+            run="unused", env_urls=(peer.url,), policy_url=request.policy_url, evaluation=Evaluation(episodes=14)
+        )
+        score = evaluate(flaky, config, "eval-3", Identity.parse("3@1"))
+    assert score == (1.0, 1.0, 14, 0, "3@1")
+    assert _Flaky.lost > 4
+
+
 @contextmanager
 def real_space(folder: Path, **settings: Any) -> Iterator[tuple[Peer, RunRequest]]:
     """A real environment Space with a scripted policy, and a request for run r in groups of two."""
