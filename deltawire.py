@@ -53,13 +53,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="deltawire", description=(__doc__ or "").splitlines()[0])
+    about = "Reinforcement learning of language models without a cluster."
+    parser = argparse.ArgumentParser(prog="deltawire", description=about)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         sub = commands.add_parser(name, help=command.text, description=command.text)
         if words[:1] == [name]:
             importlib.import_module(command.module).add_arguments(sub)
-    args = parser.parse_args(words)
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        text = f"deltawire {args.command}: unrecognized arguments: {' '.join(unknown)}; see deltawire {args.command} -h"
+        parser.exit(2, text + "\n")
     return int(importlib.import_module(COMMANDS[args.command].module).run(args))
 
 

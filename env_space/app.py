@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from sync.asgi import Guard, error_json
-from sync.errors import InvalidRequest
+from sync.errors import InvalidRequest, StoreUnavailable
 
 from .config import EnvConfig
 from .service.routes import count_refused, make_router
@@ -59,6 +59,9 @@ def _answer_errors(app: FastAPI, service: RolloutService) -> None:
         count_refused(service, request)
         return _error(error.status, error.code, str(error))
 
+    async def unavailable(_: Request, error: Exception) -> Response:
+        return _error(503, "disk_failed", str(error))
+
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         count_refused(service, request)
@@ -70,6 +73,7 @@ def _answer_errors(app: FastAPI, service: RolloutService) -> None:
 
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(InvalidRequest, refused)
+    app.add_exception_handler(StoreUnavailable, unavailable)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(Exception, internal)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from sync import settings
+from sync.events import emitter
 from sync.serving import bind, serve, until_stopped, url_of, write_ready_file
 
 from .config import EnvConfig
@@ -17,10 +18,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM, then return 0. Raises ConfigError when it cannot start."""
-    config = settings.load(EnvConfig, "env", args)
     if args.print_config:
-        print(settings.to_toml(config), end="")
+        print(settings.print_config(EnvConfig, "env", args), end="")
         return 0
+    config = settings.load(EnvConfig, "env", args)
     token = settings.token_from_environment()
     from .app import create_app
 
@@ -29,5 +30,6 @@ def run(args: argparse.Namespace) -> int:
         app = create_app(config, token, url)
         if config.ready_file is not None:
             write_ready_file(config.ready_file, url=url)
-        serve(app, listener)
+        emitter("env", config.log)("listening", url=url)
+        serve(app, listener, max_connections=config.max_connections, read_seconds=config.read_seconds)
     return 0

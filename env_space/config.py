@@ -80,6 +80,10 @@ class EnvConfig(Settings):
     """Pause between looks at the curriculum channel."""
     max_body_bytes: int = Field(default=1 << 20, ge=1_024, le=1 << 30)
     """Largest request body."""
+    max_connections: int = Field(default=512, ge=1, le=65_536)
+    """Connections open at once; beyond it one that waits for a request is closed for a new one."""
+    read_seconds: Seconds = 60.0
+    """Deadline for a request to arrive whole."""
     inspector: bool = True
     """Serve the inspector page at /."""
     log: Literal["text", "json", "none"] = "text"

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from sync.errors import ConfigError
 from sync.events import Emit, emitter
 from sync.serving import bind, serve, until_stopped, url_of, write_ready_file
-from sync.settings import add_flags, load, to_toml, token_from_environment
+from sync.settings import add_flags, load, print_config, token_from_environment
 
 from .config import InferenceConfig
 
@@ -25,10 +25,10 @@ def run(args: argparse.Namespace) -> int:
 
     Raises DeltawireError when it cannot start: no token, no such run, port or mirror folder taken.
     """
-    config = load(InferenceConfig, "inference", args)
     if args.print_config:
-        sys.stdout.write(to_toml(config))
+        sys.stdout.write(print_config(InferenceConfig, "inference", args))
         return 0
+    config = load(InferenceConfig, "inference", args)
     emit = emitter("inference", config.log)
     with until_stopped():
         _run(config, emit)
@@ -85,4 +85,4 @@ def _run(config: InferenceConfig, emit: Emit) -> None:
             request_seconds=config.request_seconds,
             on_start=announce,
         )
-        serve(app, listener)
+        serve(app, listener, max_connections=config.max_connections, read_seconds=config.read_seconds)

@@ -38,6 +38,10 @@ class InferenceConfig(Settings):
     """most padded tokens of one prefill pass, which bounds its memory"""
     max_body_bytes: Positive = 16 * 1024 * 1024
     """largest request body"""
+    max_connections: Positive = 512
+    """connections open at once; beyond it one that waits for a request is closed for a new one"""
+    read_seconds: Seconds = 60.0
+    """deadline for a request to arrive whole"""
     request_seconds: Seconds = 300.0
     """deadline of one request; calls not finished by then are cancelled"""
     pause_seconds: Seconds = 120.0

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from sync.errors import InvalidRequest
-from sync.schema.calls import ErrorBody, Message, Sampling
+from sync.schema.calls import ErrorBody, Message, Sampling, Temperature
 
 from .engines.base import Generation
 from .render import text_of
@@ -44,7 +44,7 @@ class ChatRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
     model: str = "policy"
     messages: list[ChatMessage] = Field(min_length=1, max_length=4_096)
-    temperature: float | None = Field(default=None, ge=0, le=100)
+    temperature: Temperature | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     seed: int | None = Field(default=None, ge=0, le=2**63 - 1)

@@ -40,7 +40,6 @@ class Guard:
         self.refused = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one connection."""
         """Answer or pass on one connection."""
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
@@ -134,9 +133,10 @@ def _query_key(scope: Scope) -> str | None:
 
 
 async def _set_cookie(scope: Scope, send: Send, token: str, query: str) -> None:
-    target = scope.get("root_path", "") + scope["path"] + (f"?{query}" if query else "")
+    path = "/" + (scope.get("root_path", "") + scope["path"]).lstrip("/\\")  # two slashes would name another host
+    target = quote(path, safe="/:@!$&'()*+,;=~") + (f"?{query}" if query else "")
     cookie = f"{COOKIE}={quote(token, safe='')}; Path=/; HttpOnly; SameSite=Lax"
-    headers = [(b"location", target.encode("latin-1")), (b"set-cookie", cookie.encode()), (b"content-length", b"0")]
+    headers = [(b"location", target.encode()), (b"set-cookie", cookie.encode()), (b"content-length", b"0")]
     await send({"type": "http.response.start", "status": 303, "headers": headers})
     await send({"type": "http.response.body", "body": b""})
 

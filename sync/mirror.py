@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import layout
-from .canonical import seal, unseal
+from .canonical import seal, sha256_hex, unseal
 from .codec import scatter
 from .digest import Sums, state_sums
 from .errors import ConfigError, CorruptObject
@@ -50,6 +50,7 @@ class Mirror:
         self.recovered = False
         self._mapped: MappedState | None = None
         self._generation = 0
+        self._side: dict[str, str] = {}
         self._unflushed = 0
         try:
             (folder / "redo").mkdir(parents=True, exist_ok=True)
@@ -103,6 +104,7 @@ class Mirror:
             _single_file(part)
             mapped = MappedState(part / layout.MODEL, writable=True)
             sums = state_sums(mapped.state, mapped.schema)
+            side = _side_files(part)
             if sums.text() != digest:
                 raise CorruptObject(f"anchor {identity}: its files give state digest {sums.text()}, declared {digest}")
         except BaseException:
@@ -111,7 +113,7 @@ class Mirror:
         self._generation += 1  # the old files and logs stay until the new ones are noted: a kill here loses nothing
         shutil.rmtree(self.checkpoint, ignore_errors=True)
         part.rename(self.checkpoint)
-        self._mapped, self.uid, self.identity, self.sums = mapped, uid, identity, sums
+        self._mapped, self.uid, self.identity, self.sums, self._side = mapped, uid, identity, sums, side
         self._raise_highest(identity)
         self.flush()
         for old in self._folder.glob("g-*"):
@@ -175,6 +177,7 @@ class Mirror:
         body = {
             "uid": self.uid,
             "generation": self._generation,
+            "side": self._side,
             "identity": str(self.identity) if self.identity else None,
             "digest": self.sums.text() if self.identity else None,
             "highest": str(self.highest) if self.highest else None,
@@ -203,6 +206,9 @@ class Mirror:
                 self._raise_highest(Identity(*map(int, log.name.split("-"))))
             self._mapped = MappedState(self.checkpoint / layout.MODEL, writable=True)
             self.identity, self.sums = Identity.parse(body["identity"]), Sums.parse(body["digest"])
+            self._side = _side_files(self.checkpoint)
+            if self._side != body["side"]:
+                raise CorruptObject(f"mirror of {self.identity}: its tokenizer or configuration was altered")
             for log in logs:
                 self._replay(log)
             if not self.audit():
@@ -221,6 +227,12 @@ class Mirror:
         for name, (index, values) in patches.items():
             scatter(self.state[name], index, values)
         self.identity, self.sums = identity, sums
+
+
+def _side_files(folder: Path) -> dict[str, str]:
+    """Name → sha256 of what lies beside the weights: the state digest says nothing of it."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != layout.MODEL)
+    return {path.relative_to(folder).as_posix(): sha256_hex(path.read_bytes()) for path in files}
 
 
 def _single_file(folder: Path) -> None:

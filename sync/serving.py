@@ -67,11 +67,17 @@ def until_stopped() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def serve(app: App, listener: socket.socket) -> None:
-    """Serve `app` on a bound socket until SIGINT or SIGTERM; open connections get 3 seconds to end."""
+def serve(app: App, listener: socket.socket, *, max_connections: int = 512, read_seconds: float = 60.0) -> None:
+    """Serve `app` on a bound socket until SIGINT or SIGTERM; open connections get 3 seconds to end.
+
+    For `max_connections` and `read_seconds` see `sync.connections.bounded`.
+    """
     import uvicorn
 
+    from .connections import bounded
+
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=3, timeout_keep_alive=75, ws="auto"
-    )
+        app, http=bounded(max_connections, read_seconds), log_level="warning", access_log=False,
+        timeout_graceful_shutdown=3, timeout_keep_alive=75, ws="auto",
+    )  # fmt: skip
     uvicorn.Server(config).run(sockets=[listener])

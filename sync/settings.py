@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic.fields import FieldInfo
 
 from .errors import ConfigError
 
@@ -45,15 +46,15 @@ def token_from_environment(environ: Mapping[str, str] | None = None) -> str:
     return token
 
 
-def leaves(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:
-    """Map the path of every leaf field to its description."""
-    found: dict[tuple[str, ...], str] = {}
+def leaves(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], FieldInfo]:
+    """Map the path of every leaf field to what pydantic knows of it."""
+    found: dict[tuple[str, ...], FieldInfo] = {}
     for name, field in model.model_fields.items():
         nested = field.annotation
         if isinstance(nested, type) and issubclass(nested, BaseModel):
             found |= leaves(nested, (*prefix, name))
         else:
-            found[(*prefix, name)] = field.description or ""
+            found[(*prefix, name)] = field
     return found
 
 
@@ -62,9 +63,10 @@ def add_flags(parser: argparse.ArgumentParser, model: type[Settings]) -> None:
     parser.add_argument("--config", metavar="FILE.toml", help="settings file; environment and flags override it")
     parser.add_argument("--print-config", action="store_true", help="print the resolved settings and exit")
     group = parser.add_argument_group("settings")
-    for path, description in leaves(model).items():
+    for path, field in leaves(model).items():
         flag = "--" + ".".join(path).replace("_", "-")
-        group.add_argument(flag, dest="set:" + ".".join(path), metavar="VALUE", help=description.replace("%", "%%"))
+        about = f"{field.description or ''} ({_default(field)})".strip()
+        group.add_argument(flag, dest="set:" + ".".join(path), metavar="VALUE", help=about.replace("%", "%%"))
 
 
 def load(model: type[S], role: str, args: argparse.Namespace, environ: Mapping[str, str] | None = None) -> S:
@@ -72,6 +74,36 @@ def load(model: type[S], role: str, args: argparse.Namespace, environ: Mapping[s
 
     Raises ConfigError with one line that names the key, where it came from and what is wrong with it.
     """
+    return validated(model, *_given(model, role, args, environ))
+
+
+def print_config(model: type[S], role: str, args: argparse.Namespace, environ: Mapping[str, str] | None = None) -> str:
+    """The resolved settings as TOML, what --print-config shows. Required settings that are not given stand as comments,
+    so that the text is a file to fill in; anything else that is wrong raises as in `load`."""
+    given, origin = _given(model, role, args, environ)
+    try:
+        return to_toml(model.model_validate(given))
+    except ValidationError as error:
+        if any(e["type"] != "missing" for e in error.errors()):
+            raise ConfigError(_explain(model, error, origin)) from None
+    missing = [name for name, field in model.model_fields.items() if field.is_required() and name not in given]
+    optional: dict[str, Any] = dict.fromkeys(missing, (Any, None))
+    lenient = create_model("Lenient", __base__=model, **optional).model_validate(given)
+    lines = [f"# {name} =   # required: {model.model_fields[name].description or ''}\n" for name in missing]
+    return "".join(lines) + to_toml(lenient)
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default()
+    return "none" if value is None else f"default {value}"
+
+
+def _given(
+    model: type[BaseModel], role: str, args: argparse.Namespace, environ: Mapping[str, str] | None
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """What file, environment and flags say, and where each setting was said."""
     merged: dict[str, Any] = {}
     origin: dict[str, str] = {}
     if args.config:
@@ -92,7 +124,7 @@ def load(model: type[S], role: str, args: argparse.Namespace, environ: Mapping[s
         if flag is not None:
             _put(merged, path, _value(flag))
             origin[".".join(path)] = f"in --{'.'.join(path).replace('_', '-')}"
-    return validated(model, merged, origin)
+    return merged, origin
 
 
 def validated(model: type[S], values: Mapping[str, Any], origin: Mapping[str, str] | None = None) -> S:
@@ -158,7 +190,8 @@ def _value(text: str) -> Any:
 
 
 def _explain(model: type[BaseModel], error: ValidationError, origin: Mapping[str, str]) -> str:
-    first = error.errors(include_url=False)[0]
+    order = {"extra_forbidden": 0, "missing": 2}  # a typo explains a missing setting, never the other way round
+    first = min(error.errors(include_url=False), key=lambda e: order.get(e["type"], 1))
     key = ".".join(str(p) for p in first["loc"])
     where = origin.get(key, "in the settings")
     if first["type"] == "extra_forbidden":

@@ -9,7 +9,7 @@ import sys
 from typing import NoReturn
 
 from sync.events import emitter
-from sync.settings import add_flags, load, to_toml, token_from_environment
+from sync.settings import add_flags, load, print_config, token_from_environment
 from sync.stores import open_store
 
 from .config import TrainConfig, make_folder
@@ -27,10 +27,10 @@ def _stop(*_: object) -> NoReturn:
 
 def run(args: argparse.Namespace) -> int:
     """Train to the end and return 0. Raises DeltawireError for anything that stops it."""
-    config = load(TrainConfig, "train", args)
     if args.print_config:
-        print(to_toml(config), end="")
+        print(print_config(TrainConfig, "train", args), end="")
         return 0
+    config = load(TrainConfig, "train", args)
     token = token_from_environment()
     make_folder(config.out)
     open_store(config.run, create=True)  # folders are tried before torch is loaded, which takes seconds

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from sync.errors import ConfigError
 from sync.settings import Settings
@@ -76,6 +76,10 @@ class Sparsity(Settings):
     """learning rate of these steps"""
 
 
+def _urls(value: object) -> object:
+    return tuple(value.split(",")) if isinstance(value, str) else value
+
+
 class TrainConfig(Settings):
     """Everything `deltawire train` needs."""
 
@@ -83,7 +87,7 @@ class TrainConfig(Settings):
     """run URL in the bucket: file:///dir or a folder"""
     environment: str = Field(default="guess", min_length=1, max_length=64)
     """environment to train on"""
-    env_urls: Annotated[tuple[Url, ...], Field(min_length=1)]
+    env_urls: Annotated[tuple[Url, ...], Field(min_length=1), BeforeValidator(_urls)]
     """environment Spaces to lease rollouts from"""
     policy_url: Url
     """inference Space that the environments call, and that is told of new versions"""
@@ -105,7 +109,7 @@ class TrainConfig(Settings):
     """rollouts of one task"""
     micro_batches: int = Field(default=1, ge=1)
     """gradient accumulation: parts that a step's rollouts are split into"""
-    temperature: float = Field(default=1.0, gt=0, le=100)
+    temperature: float = Field(default=1.0, ge=1e-3, le=100)
     """sampling temperature, the same in loss and engine"""
     max_tokens: int = Field(default=8, ge=1, le=65_536)
     """tokens the policy may sample per call"""

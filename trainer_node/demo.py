@@ -30,7 +30,9 @@ STOP_SECONDS = 15.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the demo's flags."""
     parser.add_argument("--steps", type=int, default=260, help="optimizer steps (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of everything (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of model, warm start and tasks (default: %(default)s)"
+    )
     parser.add_argument("--env", default="guess", help="environment: guess or sort (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for all results (%(default)s)")
     parser.add_argument("--keep-open", action="store_true", help="keep the Spaces and the inspector up at the end")
@@ -43,23 +45,37 @@ def run(args: argparse.Namespace) -> int:
     out: Path = args.out.absolute()
     bucket = out / "bucket"
     if bucket.exists() and any(bucket.iterdir()):
-        _set_aside(out)
+        old = _set_aside(out)
+        print(f"{out} held an earlier run, which is {old.name} now")
     make_folder(out)
     token = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(16)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the children too, like Ctrl-C
     bucket.mkdir(exist_ok=True)
+    try:
+        _show(args, out, bucket, token)
+    except KeyboardInterrupt:
+        print(f"\nstopped; what was done so far is in {out}")
+        raise
+    return 0
+
+
+def _show(args: argparse.Namespace, out: Path, bucket: Path, token: str) -> None:
     with ExitStack() as stack:
         crew = stack.enter_context(_Crew(out, token))
         env_url = crew.space("env", f'folder = "{out}/env"\nlog = "json"\n')
+        env = stack.enter_context(closing(Peer(env_url, token, seconds=5.0)))
+        known = [e["name"] for e in env.call("GET", "/v1/environments")["environments"]]
+        if args.env not in known:
+            raise ConfigError(f"--env {args.env}: no such environment; known: {', '.join(known)}")
         policy_url = crew.space(
             "inference", f'run = "file://{bucket}"\nfolder = "{out}/mirror"\nlog = "json"\n{TINY_ENGINE}'
         )
         trainer = crew.start("train", _train_settings(args, out, bucket, env_url, policy_url))
-        inspector = f"{env_url}/?key={token}"
+        inspector = f"{env_url}/?key={'$' + TOKEN_VARIABLE if TOKEN_VARIABLE in os.environ else token}"
         view = stack.enter_context(RunView())
         view.say(f"inspector  {inspector}")
-        peers = [stack.enter_context(closing(Peer(url, token, seconds=5.0))) for url in (policy_url, env_url)]
-        _watch(crew, trainer, out / "train.log", view, peers)
+        policy = stack.enter_context(closing(Peer(policy_url, token, seconds=5.0)))
+        _watch(crew, trainer, out / "train.log", view, policy, env)
         summary = json.loads((out / "summary.json").read_text())
         view.close()
         print(table(summary, out))
@@ -67,16 +83,15 @@ def run(args: argparse.Namespace) -> int:
             print(f"inspector: {inspector}   (Ctrl-C stops everything)")
             with suppress(KeyboardInterrupt):
                 signal.pause()
-    return 0
 
 
-def _set_aside(out: Path) -> None:
+def _set_aside(out: Path) -> Path:
     """A run folder that holds a run already is renamed, never mixed with a new one."""
     for n in range(1, 10_000):
         old = out.with_name(f"{out.name}.{n}")
         if not old.exists():
             out.rename(old)
-            return
+            return old
     raise ConfigError(f"{out}: ten thousand older runs beside it; remove some or choose another --out")
 
 
@@ -162,9 +177,8 @@ class _Crew:
                 )
 
 
-def _watch(crew: _Crew, trainer: subprocess.Popen[bytes], log: Path, view: RunView, peers: list[Peer]) -> None:
+def _watch(crew: _Crew, trainer: subprocess.Popen[bytes], log: Path, view: RunView, policy: Peer, env: Peer) -> None:
     """Show the trainer's events and the Spaces' counters until the trainer ends."""
-    policy, env = peers
     asked = 0.0
     with log.open() as lines:
         while True:

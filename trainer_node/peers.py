@@ -59,6 +59,8 @@ class Peer:
         if response.is_success:
             return response
         said = _message(response)
+        if response.status_code == httpx.codes.UNAUTHORIZED:
+            said = "DELTAWIRE_TOKEN here is not the one that this Space was started with"
         if response.status_code >= 500 or response.status_code == 429:
             raise PeerUnavailable(f"{self.url}{path} answered {response.status_code}: {said}")
         raise InvalidRequest(f"{self.url}{path} refused: {said}", status=response.status_code)

@@ -52,6 +52,7 @@ def train(config: TrainConfig, token: str, emit: Emit) -> Summary:
         envs = [stack.enter_context(closing(Peer(url, token))) for url in config.env_urls]
         policy = stack.enter_context(closing(Peer(config.policy_url, token)))
         for env in envs:
+            emit("waiting", what="environment Space", url=env.url, seconds=config.peer_seconds)
             env.wait_for("the environment Space coming up", partial(_alive, env), config.peer_seconds)
         folder = _prepare_model(config, envs[0], emit)
         run = _Run(config, store, envs, policy, folder, emit)
@@ -119,8 +120,9 @@ class _Run:
     def start_at_rest(self) -> Identity:
         """Claim the channels, publish the first version of each, and wait until it is served."""
         takeover = self.config.publishing.takeover
-        self.curriculum.open(takeover=takeover)
+        # weights first: a live trainer's weights head is always young, so a second trainer is refused before it claims
         first = self.transfer.publish_first(checkpoint_tensors(self.trainer.model), takeover=takeover)
+        self.curriculum.open(takeover=takeover)
         self._publish_curriculum(self.curriculum_state, first, step=0)
         self._wait_for_version(first)
         return first
@@ -144,7 +146,8 @@ class _Run:
         self.close()
         result = summarize(self, before, after, status, sparse, seconds)
         (config.out / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
-        self.emit("finished", **{k: v for k, v in result.items() if not isinstance(v, dict | list)})
+        shown = ("success_before", "success_after", "versions", "digest_checks", "digest_failures", "total_seconds")
+        self.emit("finished", **{k: result[k] for k in shown}, summary=config.out / "summary.json")
         return result
 
     def close(self) -> None:
@@ -239,6 +242,7 @@ class _Run:
                 return None
             return f"ready={status.ready} version={status.version} {status.reason} {status.last_error}"
 
+        self.emit("waiting", what=f"version {version}", url=self.policy.url, seconds=self.config.peer_seconds)
         self.policy.wait_for(f"serving version {version}", check, self.config.peer_seconds)
 
 

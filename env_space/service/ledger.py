@@ -50,17 +50,21 @@ class Ledger:
             groups.append(group)
         return groups, again
 
-    def ack(self, groups: Iterable[str]) -> list[str]:
-        """Forget groups; returns those that were READY or leased."""
+    def held(self, groups: Iterable[str]) -> list[str]:
+        """Those of `groups` that are READY or leased."""
         wanted = set(groups)
-        found = [group for group in wanted if self._leased.pop(group, None)]
+        return [group for group in wanted if group in self._leased] + [g for _, g in self._ready if g in wanted]
+
+    def ack(self, groups: Iterable[str]) -> None:
+        """Forget groups."""
+        wanted = set(groups)
+        for group in wanted:
+            self._leased.pop(group, None)
         kept = [item for item in self._ready if item[1] not in wanted]
-        found += [group for _, group in self._ready if group in wanted]
         if len(kept) < len(self._ready):
             self._ready = kept
             heapq.heapify(self._ready)
-        self._delivered.difference_update(found)
-        return found
+        self._delivered -= wanted
 
     def renew(self, groups: Iterable[str], seconds: float) -> int:
         """Let the leases of groups start anew; returns how many were leased."""

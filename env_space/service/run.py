@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Executor
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from sync.errors import DeltawireError
+from sync.errors import DeltawireError, StoreUnavailable
 from sync.events import Emit
 from sync.schema.artifacts import Curriculum
 from sync.schema.base import Identity
@@ -22,6 +23,8 @@ from .policy import Policy, Totals
 from .sampler import cumulative_weights, draw_task, fixed_task
 from .stages import Budget, Pipeline
 from .store import Draw, RolloutStore, StoredRun
+
+T = TypeVar("T")
 
 
 class Home(NamedTuple):
@@ -181,19 +184,23 @@ class Run:
         self.ledger.release(groups)
         self._notify()
 
-    def acked(self, groups: list[str]) -> tuple[list[str], dict[str, int]]:
-        """Take groups out of the ledger; returns those that were this run's, and the new counters to store."""
-        found = self.ledger.ack(groups)
-        self._counters["acked"] += len(found)
+    def ack(self, groups: list[str]) -> tuple[list[str], dict[str, int]]:
+        """Which of the groups can be acked now, and the counters to store with that; then call `acked`."""
+        found = self.ledger.held(groups)
+        return found, {**self._counters, "acked": self._counters["acked"] + len(found)}
+
+    def acked(self, groups: list[str]) -> None:
+        """Groups that `ack` found are stored as acked: take them out of the ledger."""
+        self.ledger.ack(groups)
+        self._counters["acked"] += len(groups)
         self._changed.set()
-        return found, dict(self._counters)
 
     async def _loop(self, policy: Policy) -> None:
         roller = Roller(self.request, self._environment, policy, self._home.pipeline, self._home.threads)
         async with asyncio.TaskGroup() as groups:
             while True:
                 self._changed.clear()
-                for draw in self._next_draws():
+                for draw in await self._stored(self._next_draws):
                     self._active += 1
                     groups.create_task(self._group(roller, draw))
                 if self.finished:
@@ -202,19 +209,36 @@ class Run:
         await self._end_policy(policy)
         self._notify()
 
+    async def _stored(self, write: Callable[[], T]) -> T:
+        """What `write` gives; while the disk is full or fails the run stands still and tries again."""
+        trouble = ""
+        while True:
+            try:
+                found = write()
+            except StoreUnavailable as error:
+                if not trouble:
+                    self._home.emit("disk_failed", run=self.name, error=str(error))
+                trouble = self.last_error = str(error)
+                await asyncio.sleep(self._home.config.policy.backoff_seconds)
+            else:
+                if trouble and self.last_error == trouble:
+                    self.last_error = ""
+                return found
+
     def _next_draws(self) -> list[Draw]:
         room = self.request.concurrent_groups - self._active
         if room <= 0 or self.backpressure:
             return []
-        draws, self._redo = self._redo[:room], self._redo[room:]
+        draws = self._redo[:room]
         end = self._cursor + room - len(draws)
         if self._evaluation and self.request.tasks is not None:
             end = min(end, self.request.tasks)
         new = [self._draw(number) for number in range(self._cursor, end)]
         if new:
-            self._cursor = end
-            self._counters["started"] += len(new)
-            self._home.store.start_groups(self.name, new, dict(self._counters))
+            started = self._counters["started"] + len(new)
+            self._home.store.start_groups(self.name, new, {**self._counters, "started": started})
+            self._cursor, self._counters["started"] = end, started
+        self._redo = self._redo[room:]
         return draws + new
 
     def _draw(self, number: int) -> Draw:
@@ -235,25 +259,26 @@ class Run:
         rollouts = [rollout for rollout, _ in results]
         self._counters["rollouts"] += len(rollouts)
         self._counters["failures"] += sum(failures for _, failures in results)
-        self._close(group, draw, rollouts)
+        await self._close(group, draw, rollouts)
         if self._drops:  # where every group is dropped, the run must not burn through them
             await asyncio.sleep(min(self._home.config.policy.backoff_seconds, 0.02 * 2 ** min(self._drops, 16)))
         self._active -= 1
         self._changed.set()
         self._notify()
 
-    def _close(self, group: str, draw: Draw, rollouts: list[Rollout]) -> None:
+    async def _close(self, group: str, draw: Draw, rollouts: list[Rollout]) -> None:
         size = self.request.group_size
         needed = 1 if size == 1 else max(2, -(-size // 2))
         usable = sum(rollout.usable for rollout in rollouts)
         if usable >= needed:
-            self._home.store.add_group(self.name, draw, group, rollouts, dict(self._counters))
+            add = self._home.store.add_group
+            await self._stored(lambda: add(self.name, draw, group, rollouts, dict(self._counters)))
             self.ledger.add(group)
             self._drops = 0
             return
         self._drops += 1
         self._counters["dropped"] += 1
-        self._home.store.drop_group(self.name, draw, dict(self._counters))
+        await self._stored(lambda: self._home.store.drop_group(self.name, draw, dict(self._counters)))
         example = next((finding for rollout in rollouts for finding in rollout.findings), "no finding")
         self.last_error = f"group {group} dropped: {usable} of {size} rollouts usable, {needed} needed; {example}"
         self._home.emit("drop", group=group, task=draw.task, usable=usable, needed=needed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -54,10 +55,16 @@ class RolloutService:
             raise ConfigError(
                 f"{config.folder}: holds a run that cannot go on: {error}; choose another --folder"
             ) from None
+        except (sqlite3.Error, ValueError, KeyError) as error:
+            self.store.close()
+            raise ConfigError(
+                f"{config.folder}: its rollout database is damaged ({error}); move it away or choose another --folder"
+            ) from None
 
     def _restore(self) -> None:
         for stored in self.store.runs():
             self._runs[stored.request.name] = Run(self._home, stored)
+            self.store.started(stored.request.name)  # read when the run goes on; damage is said here
         for name, group, size in self.store.ready():
             self._runs[name].ledger.add(group)
             self._restored += size
@@ -112,8 +119,8 @@ class RolloutService:
                 code="too_many_runs",
             )
         run = Run(self._home, StoredRun(request, stopped=False, cursor=0, counters={}))
-        self._begin(run)
         self.store.put_run(request)
+        self._begin(run)
         self._runs[request.name] = run
         self._home.emit("run", run=request.name, environment=request.environment, policy=request.policy_url)
         return run.info()
@@ -174,13 +181,15 @@ class RolloutService:
         for group in groups:
             of_run.setdefault(group.rsplit(".", 2)[0], []).append(group)
         counters: dict[str, dict[str, int]] = {}
-        found: list[str] = []
+        found: dict[str, list[str]] = {}
         for name in of_run.keys() & self._runs.keys():
-            mine, counters[name] = self._runs[name].acked(of_run[name])
-            found += mine
-        if found:
-            self.store.ack(found, counters, self.config.keep_rollouts)
-        return AckResponse(changed=len(found), ignored=len(set(groups)) - len(found))
+            found[name], counters[name] = self._runs[name].ack(of_run[name])
+        changed = [group for mine in found.values() for group in mine]
+        if changed:
+            self.store.ack(changed, counters, self.config.keep_rollouts)
+        for name, mine in found.items():
+            self._runs[name].acked(mine)
+        return AckResponse(changed=len(changed), ignored=len(set(groups)) - len(changed))
 
     def renew(self, groups: Iterable[str]) -> AckResponse:
         """Leases that start anew; groups that are not leased are ignored and counted."""

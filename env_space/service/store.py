@@ -5,13 +5,14 @@ from __future__ import annotations
 import fcntl
 import json
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, NamedTuple
 
 from pydantic_core import to_json
 
-from sync.errors import ConfigError
+from sync.errors import ConfigError, StoreUnavailable
 from sync.schema.rollouts import HarnessVersions, Rollout, RolloutPage, RolloutSummary, RunRequest
 
 SCHEMA_VERSION = 1
@@ -32,6 +33,7 @@ CREATE INDEX rollouts_run_status ON rollouts (run, status, position);
 CREATE INDEX rollouts_status ON rollouts (status, position);
 CREATE INDEX rollouts_group ON rollouts (grp);
 """
+_DISK = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_BUSY)
 _SUMMARY = "id, run, grp, task, environment, status, reward, success, version_min, version_max, tokens, created_at"
 
 
@@ -55,13 +57,15 @@ class Draw(NamedTuple):
 class RolloutStore:
     """The database in `folder`, made when missing and locked against a second process.
 
-    Raises ConfigError when another process holds the folder, or the file is not a database of this schema version.
-    Every method that writes is one transaction.
+    Raises ConfigError when another process holds the folder, or the file is damaged or not a database of this schema
+    version.
+    Every method that writes is one transaction; it raises StoreUnavailable, and nothing is changed, while the disk is
+    full or fails.
     """
 
     def __init__(self, folder: Path) -> None:
         self._lock = _locked(folder)
-        path = folder / "rollouts.sqlite"
+        self._path = path = folder / "rollouts.sqlite"
         try:
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             try:
@@ -77,9 +81,11 @@ class RolloutStore:
         except BaseException:
             self._lock.close()
             raise
-        self._acked = self._count("SELECT coalesce(sum(size), 0) FROM groups WHERE acked")
 
     def _prepare(self, path: Path) -> None:
+        damage = self._db.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if damage != "ok":
+            raise sqlite3.DatabaseError(f"damaged: {damage}")
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = NORMAL")
         version = self._count("PRAGMA user_version")
@@ -89,6 +95,7 @@ class RolloutStore:
             raise ConfigError(
                 f"{path}: schema version {version}, this build reads {SCHEMA_VERSION}; choose another --folder"
             )
+        self._acked = self._count("SELECT coalesce(sum(size), 0) FROM groups WHERE acked")
 
     def close(self) -> None:
         """Close the database and release the folder."""
@@ -102,14 +109,16 @@ class RolloutStore:
 
     def put_run(self, request: RunRequest) -> None:
         """Store a new run, or start a stopped one of that name again."""
-        self._db.execute(
-            "INSERT INTO runs (name, request) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET stopped = 0",
-            (request.name, request.model_dump_json()),
-        )
+        with self._transaction():
+            self._db.execute(
+                "INSERT INTO runs (name, request) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET stopped = 0",
+                (request.name, request.model_dump_json()),
+            )
 
     def stop_run(self, name: str) -> None:
         """Mark a run stopped; its groups in flight are rolled again when it is started again."""
-        self._db.execute("UPDATE runs SET stopped = 1 WHERE name = ?", (name,))
+        with self._transaction():
+            self._db.execute("UPDATE runs SET stopped = 1 WHERE name = ?", (name,))
 
     def start_groups(self, run: str, draws: Sequence[Draw], counters: dict[str, int]) -> None:
         """Note groups as in flight and move the cursor past them."""
@@ -160,23 +169,28 @@ class RolloutStore:
 
     def ack(self, groups: Iterable[str], counters: dict[str, dict[str, int]], keep: int) -> None:
         """Mark groups as delivered, save the counters of their runs, and delete the oldest beyond `keep` rollouts."""
+        acked = self._acked
         with self._transaction():
             for group in groups:
                 row = self._db.execute(
                     "UPDATE groups SET acked = 1 WHERE id = ? AND NOT acked RETURNING size", (group,)
                 )
-                self._acked += sum(size for (size,) in row.fetchall())
+                acked += sum(size for (size,) in row.fetchall())
             for run, values in counters.items():
                 self._save_counters(run, values)
-            self._trim(keep)
+            acked -= self._trim(acked - keep)
+        self._acked = acked
 
-    def _trim(self, keep: int) -> None:
-        while self._acked > keep:
+    def _trim(self, excess: int) -> int:
+        """Delete the oldest acked groups with at least `excess` rollouts; returns how many rollouts that were."""
+        deleted = 0
+        while deleted < excess:
             oldest = "SELECT id, size FROM groups WHERE acked ORDER BY position LIMIT 1"
             group, size = self._db.execute(oldest).fetchone()
             self._db.execute("DELETE FROM rollouts WHERE grp = ?", (group,))
             self._db.execute("DELETE FROM groups WHERE id = ?", (group,))
-            self._acked -= size
+            deleted += size
+        return deleted
 
     def rollout_json(self, rollout: str) -> bytes | None:
         """One rollout as JSON, or None when it is unknown or deleted."""
@@ -203,19 +217,19 @@ class RolloutStore:
     def _count(self, query: str, values: Sequence[str] = ()) -> int:
         return int(self._db.execute(query, values).fetchone()[0])
 
-    def _transaction(self) -> _Transaction:
-        return _Transaction(self._db)
-
-
-class _Transaction:
-    def __init__(self, db: sqlite3.Connection) -> None:
-        self._db = db
-
-    def __enter__(self) -> None:
-        self._db.execute("BEGIN IMMEDIATE")
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._db.execute("COMMIT" if kind is None else "ROLLBACK")
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            yield
+            self._db.execute("COMMIT")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF not in _DISK:
+                raise
+            raise StoreUnavailable(f"{self._path}: cannot be written ({error}); free some space on its disk") from error
+        finally:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
 
 
 def _row(r: Rollout) -> tuple[object, ...]:

@@ -138,7 +138,7 @@ def _row(line: RolloutSummary, chosen: str, now: float) -> str:
     name, task = escape(line.id), escape(line.task)
     current = ' aria-current="true"' if line.id == chosen else ""
     cells = (
-        ("id", f'<a href="?rollout={name}" title="{name}">{name}</a>'),
+        ("id", f'<a href="?rollout={name}" title="{name}">{escape(_short(line))}</a>'),
         ("task", f'<span title="{task} · {escape(line.environment)} · {escape(line.run)}">{task}</span>'),
         ("status", _pill(line.status, _STATUS_TONE[line.status])),
         ("reward", _reward(line.reward)),
@@ -149,6 +149,12 @@ def _row(line: RolloutSummary, chosen: str, now: float) -> str:
     )
     body = "".join(f'<td class="dwc-{kind}">{html}</td>' for kind, html in cells)
     return f'<tr data-testid="row" data-rollout="{name}"{current}>{body}</tr>'
+
+
+def _short(line: RolloutSummary) -> str:
+    """The group's number and the rollout's place in it; the whole id, which repeats run and boot, is the title."""
+    parts = line.id.removeprefix(f"{line.run}.").split(".")
+    return f"{parts[0]} · {parts[-1]}" if len(parts) == 3 else line.id
 
 
 def _reward(value: float | None) -> str:
@@ -179,7 +185,7 @@ def rollout(item: Rollout, now: float) -> str:
         "tokens": f"{total:,} · {item.trainable_tokens:,} trained",
         "age": age(item.created_at, now),
     }
-    seconds = {stage: f"{number(value)} s" for stage, value in item.seconds.items()}
+    seconds = {stage: f"{value:.3g} s" if value >= 0.0005 else "< 0.001 s" for stage, value in item.seconds.items()}
     unusable = "" if item.usable else _pill("not usable", "warn")
     return (
         f'<article class="dw dw-card" data-testid="rollout" data-rollout="{escape(item.id)}">'

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from .base import IdentityText, Wire
 
 MAX_CALLS = 1_024
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+LOWEST_TEMPERATURE = 1e-3
+
+
+def _no_overflow(value: float) -> float:
+    if 0 < value < LOWEST_TEMPERATURE:
+        raise ValueError(f"is {value:g}; possible are 0 (the most likely token) and {LOWEST_TEMPERATURE:g} to 100")
+    return value
+
+
+Temperature = Annotated[float, Field(ge=0, le=100), AfterValidator(_no_overflow)]
+"""0 takes the most likely token; below 0.001 logits divided by it would leave float32."""
 Ids = Annotated[tuple[TokenId, ...], Field(max_length=1_048_576)]
 
 
@@ -52,7 +63,7 @@ class Sampling(Wire):
     """How to sample. `seed` makes one call repeatable on one weight version; stop is the model's own end token."""
 
     max_tokens: int = Field(default=64, ge=1, le=1_048_576)
-    temperature: float = Field(default=1.0, ge=0, le=100)
+    temperature: Temperature = 1.0
     seed: int | None = Field(default=None, ge=0, le=2**63 - 1)
 
 
@@ -119,7 +130,7 @@ class ScoreRequest(Wire):
     """Teacher forcing for a batch of sequences at one temperature."""
 
     sequences: Annotated[tuple[ScoreSequence, ...], Field(min_length=1, max_length=MAX_CALLS)]
-    temperature: float = Field(default=1.0, gt=0, le=100)
+    temperature: float = Field(default=1.0, ge=LOWEST_TEMPERATURE, le=100)
 
 
 class ScoreResponse(Wire):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from .base import IdentityText, Wire
-from .calls import Ids, Message, VersionSpan
+from .calls import Ids, Message, Temperature, VersionSpan
 
 RolloutStatus = Literal["done", "truncated", "timeout", "env_error", "agent_error", "no_reward"]
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -109,7 +109,7 @@ class RunRequest(Wire):
     ready_groups: int = Field(default=64, ge=1, le=65_536)
     tasks: int | None = Field(default=None, ge=1, le=1_000_000)
     seed: int = Field(default=0, ge=0, le=2**31 - 1)
-    temperature: float = Field(default=1.0, ge=0, le=100)
+    temperature: Temperature = 1.0
     max_tokens: int = Field(default=16, ge=1, le=65_536)
     artifacts: str | None = Field(default=None, max_length=2_048)
 

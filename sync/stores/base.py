@@ -40,7 +40,8 @@ class Store(Protocol):
         ...
 
     def fetch(self, key: str, path: Path, *, limit: int) -> None:
-        """Download an object to `path` by way of a temporary name; same errors as `get`."""
+        """Download an object to `path` by way of a temporary name; same errors as `get`, and OSError when the disk of
+        `path` is full."""
         ...
 
     def list(self, prefix: str) -> list[ObjectInfo]:

@@ -128,7 +128,10 @@ class DirectoryStore:
         except PermissionError as error:
             raise ConfigError(f"{self.url}: no permission to {what} {error.filename}") from None
         except OSError as error:
-            hint = "; free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if full and what == "read":
+                raise  # the bucket was only read: it is the disk of the copy
+            hint = "; free some space" if full else ""
             raise StoreUnavailable(f"{self.url}: cannot {what} ({error.strerror or error}){hint}") from None
 
 

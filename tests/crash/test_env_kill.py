@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -144,3 +145,36 @@ def test_a_stop_by_signal_is_clean(tmp_path: Path) -> None:
         assert space.lease().groups
         space.process.terminate()
         assert space.process.wait(20) == 0
+
+
+def test_a_disk_that_takes_nothing_is_waited_for(tmp_path: Path) -> None:
+    with served(make_policy(TOKEN)) as policy_url, alive(tmp_path / "env") as space:
+        space.start(policy_url, concurrent_groups=2, ready_groups=4)
+        got = space.lease(2).groups
+        limits = resource.prlimit(space.process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(space.process.pid, resource.RLIMIT_FSIZE, (0, limits[1]))  # every write fails
+        acks = {"groups": [group.id for group in got]}
+        refused = space.client.post("/v1/rollouts/ack", json=acks)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "disk_failed")
+        other = {"name": "other", "environment": "guess", "policy_url": policy_url}
+        assert space.client.post("/v1/runs", json=other).status_code == 503
+        assert space.client.delete("/v1/runs/r").status_code == 503
+        while "free some space" not in space.run().last_error:
+            time.sleep(0.02)
+        info = space.run()
+        assert (len(space.status().runs), info.groups_acked, info.groups_leased) == (1, 0, len(got))
+
+        resource.prlimit(space.process.pid, resource.RLIMIT_FSIZE, limits)
+        assert space.ack(list(got)) == len(got), "what was refused can be acked"
+        seen = {group.id for group in got}
+        while len(seen) < 12:  # more than could be READY: the run goes on
+            more = space.lease().groups
+            assert seen.isdisjoint(group.id for group in more)
+            seen |= {group.id for group in more}
+            assert space.ack(list(more)) == len(more)
+        assert space.run().last_error == ""
+        assert sorted(int(name.split(".")[1]) for name in seen) == sorted({int(name.split(".")[1]) for name in seen})
+        space.kill()
+    with alive(tmp_path / "env") as space:
+        assert space.run().groups_acked == len(seen), "counted once, on disk too"
+        assert not {group.id for group in space.lease().groups} & seen

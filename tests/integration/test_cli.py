@@ -37,7 +37,7 @@ ROLES = pytest.mark.parametrize("role", sorted(REQUIRED))
 
 def environ() -> dict[str, str]:
     """The environment of a child: our token, one thread, no Hub; no setting of ours from outside."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("DELTAWIRE_")}
+    kept = {n: v for n, v in os.environ.items() if not n.startswith("DELTAWIRE_") or n == "DELTAWIRE_TRAIN_MODEL"}
     fixed = {"DELTAWIRE_TOKEN": TOKEN, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
     return kept | fixed
 
@@ -125,6 +125,19 @@ def test_a_settings_file_that_cannot_be_read(tmp_path: Path) -> None:
 def test_numbers_that_no_space_accepts_are_refused_at_once(flag: str, value: int, tmp_path: Path) -> None:
     done = deltawire("train", "--config", toml(tmp_path, "train"), f"--{flag}", value)
     assert_says(done, "train", f"setting '{flag.replace('-', '_')}' in --{flag}", "less than or equal to")
+
+
+@ROLES
+def test_print_config_of_nothing_is_a_file_to_fill_in(role: str, tmp_path: Path) -> None:
+    done = deltawire(role, "--print-config", "--log", "none")
+    assert done.returncode == 0, done.stderr
+    required = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("# ")]
+    assert required == list(REQUIRED[role])
+    text = "".join(f"{name} = {json.dumps(value)}\n" for name, value in REQUIRED[role].items())
+    (tmp_path / "filled.toml").write_text(text + done.stdout)
+    again = deltawire(role, "--config", tmp_path / "filled.toml", "--print-config")
+    assert 'log = "none"' in again.stdout
+    assert "# " not in again.stdout
 
 
 @ROLES
@@ -261,7 +274,7 @@ def test_another_token_and_an_unknown_environment(here: Here, tmp_path: Path) ->
     with space(tmp_path) as url:
         assert_says(here.train("--environment", "chess", env_urls=[url]), "train", "chess", "guess", "sort")
         here.patch.setenv("DELTAWIRE_TOKEN", "another-token-of-some-length")
-        assert_says(here.train(env_urls=[url]), "train", f"{url}/v1/status refused", "token")
+        assert_says(here.train(env_urls=[url]), "train", f"{url}/v1/status refused", "TOKEN")
 
 
 def space(folder: Path) -> AbstractContextManager[str]:
@@ -362,14 +375,22 @@ def test_a_demo_that_is_terminated_while_it_starts_leaves_nobody_behind(tmp_path
         assert gone(pids)
 
 
-def test_a_demo_whose_trainer_dies_says_why_and_stops_the_others(tmp_path: Path) -> None:
+def test_a_demo_whose_trainer_dies_says_why_and_stops_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "out"
-    with demo(out, "--env", "chess") as process:
+    monkeypatch.setenv("DELTAWIRE_TRAIN_MODEL", str(tmp_path / "no-such-model"))
+    with demo(out) as process:
         pids = until(process, lambda: "train" in children(process.pid))
         _, errors = process.communicate(timeout=LIMIT)
         assert process.returncode == 2
         assert f"deltawire demo: train ended with status 2; end of {out}/train.log:" in errors
         assert "deltawire train: " in errors, "the end of its log"
-        assert "chess" in errors
+        assert "no such model folder" in errors
         assert "Traceback" not in errors
         assert gone(pids)
+
+
+def test_a_demo_of_an_unknown_environment_starts_no_training(tmp_path: Path) -> None:
+    done = deltawire("demo", "--env", "chess", "--out", tmp_path / "out")
+    assert_says(done, "demo", "no such environment", "guess, sort")

@@ -163,6 +163,12 @@ def test_one_bad_call_fails_alone(space: Space) -> None:
         ("/v1/generate", json.dumps({"calls": [{"id": "a"}] * (MAX_CALLS + 1)}), "calls"),
         ("/v1/score", '{"sequences": [{"ids": [1]}]}', "sequences.0.ids"),
         ("/v1/score", '{"sequences": [{"ids": [1, 2]}], "temperature": 0}', "temperature"),
+        ("/v1/score", '{"sequences": [{"ids": [1, 2]}], "temperature": 1e-40}', "temperature"),
+        (
+            "/v1/generate",
+            '{"calls": [{"id": "a", "prefix_ids": [5], "sampling": {"temperature": 1e-40}}]}',
+            "temperature",
+        ),
         ("/v1/score", '{"sequences": [{"ids": [1, 999999]}]}', "sequences.0"),
         ("/v1/chat/completions", '{"messages": "hello"}', "messages"),
     ],

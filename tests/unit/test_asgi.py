@@ -149,6 +149,32 @@ def test_cookie_flow() -> None:
     assert ask(guard, "GET", "/", params={"key": TOKEN}).headers["location"] == "/"
 
 
+@pytest.mark.parametrize(
+    ("path", "target"),
+    [
+        ("//evil.example/page", "/evil.example/page"),
+        ("/\\evil.example", "/evil.example"),
+        ("/\r\nset-cookie: a=b", "/%0D%0Aset-cookie:%20a=b"),
+        ("/café/€", "/caf%C3%A9/%E2%82%AC"),
+        ("/a?b#c%41", "/a%3Fb%23c%2541"),
+    ],
+)
+def test_the_browser_is_sent_nowhere_else(path: str, target: str) -> None:
+    sent: list[MutableMapping[str, Any]] = []
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message)
+
+    async def receive() -> MutableMapping[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    query = str(httpx.QueryParams({"key": TOKEN})).encode()
+    scope = {"type": "http", "method": "GET", "path": path, "headers": [], "query_string": query}
+    asyncio.run(guarded()(scope, receive, send))
+    assert sent[0]["status"] == 303
+    assert dict(sent[0]["headers"])[b"location"] == target.encode()
+
+
 def test_only_a_page_request_is_redirected() -> None:
     answer = ask(guarded(), "POST", "/v1/read", params={"key": TOKEN}, content=b"abc")
     assert answer.status_code == 200

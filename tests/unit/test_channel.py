@@ -8,7 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import numpy as np
@@ -729,7 +729,7 @@ def test_sharded_anchors_become_one_file(run: Run, tmp_path: Path) -> None:
     again.close()
 
 
-@pytest.mark.parametrize("harm", ["no meta", "meta", "model", "no model", "redo", "foreign redo"])
+@pytest.mark.parametrize("harm", ["no meta", "meta", "model", "no model", "redo", "foreign redo", "side", "no side"])
 def test_a_damaged_mirror_is_rebuilt_from_the_bucket(run: Run, harm: str) -> None:
     run.publish(3)
     run.follower.poll()
@@ -745,6 +745,10 @@ def test_a_damaged_mirror_is_rebuilt_from_the_bucket(run: Run, harm: str) -> Non
         model.write_bytes(model.read_bytes()[:-3])
     elif harm == "no model":
         shutil.rmtree(model.parent)
+    elif harm == "side":
+        (model.parent / "config.json").write_bytes(b'{"model_type": "tast"}')
+    elif harm == "no side":
+        (model.parent / "config.json").unlink()
     elif harm == "redo":
         redo[-1].write_bytes(redo[-1].read_bytes()[:-5])
     else:
@@ -753,6 +757,7 @@ def test_a_damaged_mirror_is_rebuilt_from_the_bucket(run: Run, harm: str) -> Non
     run.follower = Follower(run.read, run.folder, run.engine)
     run.follower.poll()
     run.check()
+    assert (next(run.folder.glob("g-*")) / "config.json").read_bytes() == b'{"model_type": "test"}'
     run.publish()
     run.follower.poll()
     run.check()
@@ -794,6 +799,23 @@ def test_a_disk_that_fails_once_never_leaves_the_engine_with_other_bits(
     run.publish()
     run.follower.poll()
     run.check()
+
+
+def test_a_download_that_finds_no_room_blames_the_disk_of_the_mirror(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = publisher(DirectoryStore(tmp_path / "bucket", create=True))
+    writer.open(small_state(), stamp(0))
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with closing(writer), closing(Follower(DirectoryStore(tmp_path / "bucket"), tmp_path / "mirror", None)) as follower:
+        monkeypatch.setattr(shutil, "copyfileobj", full)
+        with pytest.raises(StoreUnavailable, match=r"the disk of the mirror failed \(No space left"):
+            follower.poll()
+        monkeypatch.undo()
+        assert follower.poll()
 
 
 def test_a_mirror_that_cannot_be_opened_or_is_closed_twice_frees_its_folder(

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from env_space.config import EnvConfig
 from env_space.service.ledger import Ledger
+from env_space.service.service import RolloutService
 from env_space.service.store import Draw, RolloutStore
 from sync.errors import ConfigError
 from sync.schema.calls import VersionSpan
@@ -146,6 +148,46 @@ def test_a_foreign_file_is_refused(tmp_path: Path) -> None:
         RolloutStore(other)
 
 
+def test_a_damaged_file_is_refused_when_it_is_opened(store: RolloutStore, tmp_path: Path) -> None:
+    for number in range(40):
+        add(store, number)
+    store.close()
+    path = tmp_path / "rollouts.sqlite"
+    whole = path.read_bytes()
+    for damaged in (
+        whole[: len(whole) // 2],
+        whole[:40_960] + bytes(4_096) + whole[45_056:],
+        whole[:100] + b"x" * 9_000,
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(ConfigError, match="not a usable rollout database"):
+            RolloutStore(tmp_path)
+    path.write_bytes(whole)
+    RolloutStore(tmp_path).close()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE runs SET request = substr(request, 2)",
+        "UPDATE runs SET counters = '{'",
+        "UPDATE started SET harness = 'x'",
+        "DELETE FROM runs",
+    ],
+)
+def test_damaged_rows_are_refused_when_the_service_starts(store: RolloutStore, tmp_path: Path, damage: str) -> None:
+    add(store, 0)
+    store.start_groups("r", [Draw(1, "secret-3", HarnessVersions())], {})
+    store.close()
+    db = sqlite3.connect(tmp_path / "rollouts.sqlite")
+    db.execute(damage)
+    db.commit()
+    db.close()
+    for _ in range(2):  # the folder is free again
+        with pytest.raises(ConfigError, match="its rollout database is damaged"):
+            RolloutService(EnvConfig(folder=tmp_path, log="none"), "0123456789abcdef")
+
+
 def test_leases_lapse_renew_and_end() -> None:
     now = 0.0
     ledger = Ledger(lambda: now)
@@ -155,8 +197,9 @@ def test_leases_lapse_renew_and_end() -> None:
     assert (ledger.ready, ledger.leased, ledger.next_lapse()) == (2, 2, 10.0)
     now = 6.0
     assert ledger.renew(["b", "c", "nobody"], 10.0) == 1
-    assert ledger.ack(["a", "a", "nobody"]) == ["a"]
-    assert ledger.ack(["a"]) == []
+    assert ledger.held(["a", "a", "nobody", "d"]) == ["a", "d"]
+    ledger.ack(["a", "nobody"])
+    assert ledger.held(["a"]) == []
     now = 15.9
     assert ledger.lease(5, 10.0) == (["c", "d"], 0)
     now = 16.0
@@ -165,5 +208,6 @@ def test_leases_lapse_renew_and_end() -> None:
     now = 30.0
     assert ledger.lease(5, 10.0) == (["b", "c", "d"], 3), "in the order they became READY"
     now = 50.0
-    assert ledger.ack(["c"]) == ["c"], "an ack after the lease lapsed still counts"
+    assert ledger.held(["c"]) == ["c"], "an ack after the lease lapsed still counts"
+    ledger.ack(["c"])
     assert ledger.lease(5, 10.0) == (["b", "d"], 2)
