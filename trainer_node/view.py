@@ -144,14 +144,14 @@ def table(summary: dict[str, Any], out: Path) -> str:
     rows = [
         ("success before → after", f"{summary['success_before']:.1%} → {summary['success_after']:.1%}"),
         ("reward before → after", f"{summary['reward_before']:.3f} → {summary['reward_after']:.3f}"),
-        ("evaluation tasks, fixed", str(summary["evaluation_episodes"])),
-        ("optimizer steps, versions published", f"{summary['steps']}, {summary['versions']}"),
+        ("evaluation tasks (fixed)", str(summary["evaluation_episodes"])),
+        ("steps, versions published", f"{summary['steps']}, {summary['versions']}"),
         ("curriculum versions", str(summary["curriculum_versions"])),
         ("full copy of the weights", f"{full:,} B"),
-        (f"delta at lr {summary['delta_learning_rate']:g}, mean", _size(summary, "delta", full)),
+        (f"mean delta at lr {summary['delta_learning_rate']:g}", _size(summary, "delta", full)),
     ]
     if summary["sparse_delta_bytes_mean"] is not None:
-        label = f"delta at lr {summary['sparse_delta_learning_rate']:g}, {summary['sparse_delta_steps']} steps"
+        label = f"{summary['sparse_delta_steps']} deltas at lr {summary['sparse_delta_learning_rate']:g}, mean"
         rows.append((label, _size(summary, "sparse_delta", full)))
     rows += [
         ("state digest checks, failed", f"{summary['digest_checks']}, {summary['digest_failures']}"),
@@ -172,4 +172,4 @@ def table(summary: dict[str, Any], out: Path) -> str:
 
 def _size(summary: dict[str, Any], prefix: str, full: int) -> str:
     mean, share = summary[f"{prefix}_bytes_mean"], summary[f"{prefix}_changed_share"]
-    return f"{mean:,.0f} B, {mean / full:.1%} of it ({share:.1%} of values changed)"
+    return f"{mean:,.0f} B = {mean / full:.1%} ({share:.1%} of values)"
