@@ -20,9 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, TrainConfig)
 
 
-def _stop(*_: object) -> NoReturn:
-    """SIGTERM unwinds like Ctrl-C: what is in flight is committed, the heads are closed."""
-    raise SystemExit(128 + signal.SIGTERM)
+def _stop(number: int, _: object) -> NoReturn:
+    """SIGTERM and a closed terminal unwind like Ctrl-C: what is in flight is committed, the heads are closed."""
+    raise SystemExit(128 + number)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
     from .run import train
 
     signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGHUP, _stop)
     if config.log != "text" or not sys.stderr.isatty():
         train(config, token, emitter("train", config.log))
         return 0

@@ -49,7 +49,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"{out} held an earlier run, which is {old.name} now")
     make_folder(out)
     token = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(16)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the children too, like Ctrl-C
+    for number in (signal.SIGTERM, signal.SIGHUP):  # a closed terminal too: end the children, like Ctrl-C
+        signal.signal(number, lambda got, _: sys.exit(128 + got))
     bucket.mkdir(exist_ok=True)
     try:
         _show(args, out, bucket, token)

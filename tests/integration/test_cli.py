@@ -365,12 +365,13 @@ def test_an_interrupted_demo_leaves_nobody_behind(tmp_path: Path) -> None:
         assert gone(pids)
 
 
-def test_a_demo_that_is_terminated_while_it_starts_leaves_nobody_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_demo_that_is_ended_while_it_starts_leaves_nobody_behind(number: signal.Signals, tmp_path: Path) -> None:
     with demo(tmp_path / "out") as process:
         pids = until(process, lambda: "inference" in children(process.pid))
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         _, errors = process.communicate(timeout=LIMIT)
-        assert process.returncode == 128 + signal.SIGTERM, errors
+        assert process.returncode == 128 + number, errors
         assert "Traceback" not in errors
         assert gone(pids)
 
