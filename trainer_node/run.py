@@ -178,7 +178,8 @@ class _Run:
         facts = {name: round(float(logs[key]), 4) for name, key in picked.items() if logs.get(key) is not None}
         return {
             "step": step, "steps": self.config.steps, **facts, "version": str(last.identity),
-            "delta_bytes": last.payload if last.kind == "delta" else 0, "full_bytes": last.full, "changed": round(last.changed / last.elements, 4),
+            "delta_bytes": last.payload if last.kind == "delta" else 0, "full_bytes": last.full,
+            "changed": round(last.changed / last.elements, 4),
             "queue": self.inbox.rollout_buffer.qsize(),
         }  # fmt: skip
 
