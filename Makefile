@@ -1,5 +1,5 @@
 # Two commands matter: `make demo` and `make test`. Both install what they need into .venv first.
-PYTHON ?= python3.11
+PYTHON ?= $(shell command -v python3.11 || echo python3)
 VENV := .venv
 BIN := $(VENV)/bin
 CPU := OMP_NUM_THREADS=1
