@@ -180,10 +180,11 @@ class _Crew:
 
 def _watch(crew: _Crew, trainer: subprocess.Popen[bytes], log: Path, view: RunView, policy: Peer, env: Peer) -> None:
     """Show the trainer's events and the Spaces' counters until the trainer ends."""
-    asked = 0.0
-    with log.open() as lines:
+    asked, rest = 0.0, ""
+    with log.open() as file:
         while True:
             ended = trainer.poll() is not None
+            *lines, rest = (rest + file.read()).split("\n")  # the last one may be half written
             for line in lines:
                 view.line(line)
             crew.check()

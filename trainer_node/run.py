@@ -153,8 +153,10 @@ class _Run:
     def close(self) -> None:
         """Close both channels (their heads say so); safe to call twice."""
         self.behind.shutdown()
-        self.publisher.close()
-        self.curriculum.close()
+        try:
+            self.publisher.close()
+        finally:
+            self.curriculum.close()
 
     def step_ended(self, step: int, logs: dict[str, Any]) -> None:
         """After an optimizer step: curriculum when it is due, and one event line."""
@@ -223,8 +225,8 @@ class _Run:
         self.transfer.committed(done)
         try:
             self.policy.call("POST", "/sync/poke", seconds=2.0)
-        except PeerUnavailable:
-            self.pokes_failed += 1  # a hint only: followers poll by themselves
+        except (PeerUnavailable, InvalidRequest):
+            self.pokes_failed += 1  # a hint only, and the version is committed: followers poll by themselves
 
     def _publish_curriculum(self, curriculum: Curriculum, against: Identity | None, step: int) -> None:
         identity = self.curriculum.publish(curriculum, measured_against=against, step=step)

@@ -50,6 +50,7 @@ def summarize(
         "sparse_delta_learning_rate": sparse.learning_rate if sparse else None,
         "sparse_delta_steps": sparse.steps if sparse else 0,
         "syncs_skipped": run.transfer.skipped,
+        "pokes_failed": run.pokes_failed,
         "rollouts": run.inbox.counts.rollouts,
         "groups": dict(run.inbox.counts.groups),
         "train_seconds": seconds,
