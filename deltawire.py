@@ -6,6 +6,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -20,8 +21,21 @@ class Command(NamedTuple):
 COMMANDS = {
     "demo": Command("trainer_node.demo", "all", "train a tiny policy end to end on this machine, in a few minutes"),
     "inference": Command("inference_space.cli", "inference", "serve the newest weights of a run"),
+    "router": Command("inference_space.router.cli", "inference", "put one URL in front of several inference Spaces"),
+    "lint-template": Command("inference_space.lint", "inference", "check that a chat template lets conversations grow"),
     "env": Command("env_space.cli", "env", "run episodes and serve rollouts"),
     "train": Command("trainer_node.cli", "trainer", "train on rollouts and publish weights"),
+    "hub": Command("sync.devhub.cli", "hub", "serve a local Hub"),
+    "log": Command("sync.tools.log", "", "list the live versions of a run, newest first"),
+    "show": Command("sync.tools.show", "", "print a head, a version's manifest, or another object of a run"),
+    "status": Command("sync.tools.status", "", "say who writes and who reads a run, and what it weighs"),
+    "verify": Command("sync.tools.verify", "", "read and compare every object of a run, and replay its versions"),
+    "checkout": Command("sync.tools.checkout", "", "write one version as a checkpoint folder"),
+    "rollback": Command("sync.tools.rollback", "", "publish the state of an old version as the next one"),
+    "gc": Command("sync.tools.gc", "", "delete what nothing reaches, in a run whose writer is gone"),
+    "close": Command("sync.tools.close", "", "say in the head that the writer publishes nothing more"),
+    "bench": Command("benchmarks.codec.cli", "bench", "measure what a delta costs (in a source checkout)"),
+    "doctor": Command("sync.tools.doctor", "", "measure a bucket, and say which settle time and grace to set"),
 }
 PACKAGES = ("sync", "trainer_node", "inference_space", "env_space")
 
@@ -36,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     words = list(sys.argv[1:] if argv is None else argv)
     command = COMMANDS.get(words[0]) if words else None
+    if words[:1] == ["bench"] and not _find_benchmarks():
+        print("deltawire bench: the benchmarks are part of the source checkout, not of the package", file=sys.stderr)
+        return 2
     try:
         return _run(words)
     except DeltawireError as error:
@@ -45,11 +62,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         missing = (error.name or "").partition(".")[0]
         if command is None or missing in PACKAGES:
             raise
-        hint = f"pip install 'deltawire[{command.extra}]'"
+        hint = f"pip install 'deltawire[{command.extra}]'" if command.extra else "pip install deltawire"
         print(f"deltawire {words[0]}: needs the package {missing}, which is not installed: {hint}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _find_benchmarks() -> bool:
+    root = Path(__file__).resolve().parent
+    if (root / "benchmarks" / "codec" / "cli.py").exists():
+        sys.path.insert(0, str(root))
+        return True
+    return False
 
 
 def _run(words: Sequence[str]) -> int:

@@ -72,7 +72,7 @@ class _Gate:
     def update_model_version(self, model_version: int) -> None:
         """Not needed: samples carry the present version."""
 
-    def check_health(self, stale_after_s: float) -> None:  # noqa: ARG002 - TRL's protocol
+    def check_health(self, stale_after_s: float) -> None:
         if self.error is not None:
             raise self.error
 
@@ -197,7 +197,7 @@ class _Marks(TrainerCallback):  # type: ignore[misc]
     def __init__(self, gate: _Gate) -> None:
         self._gate = gate
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002 - TRL's signature
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._gate.ended.append(time.monotonic())
 
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from sync.asgi import App, Guard
-from sync.errors import DeltawireError, InvalidRequest, PeerUnavailable, RejectError, RetryError, StopError
+from sync.errors import DeltawireError, InvalidRequest, PeerUnavailable, RejectError, StopError
 from sync.schema.calls import (
     CallResult,
     ErrorBody,
@@ -28,12 +28,25 @@ from sync.schema.calls import (
     ScoreResponse,
     SyncStatus,
 )
+from sync.session_keys import session_of
 
+from .answers import error_of, text_of_generation
+from .completions import CompletionRequest, completion_answer, completion_calls, completion_events
 from .engines.base import Call, Engine, Generation
-from .openai_chat import ChatRequest, chat_answer, chat_call, openai_error
-from .render import render, text_of
+from .gateway import chat, messages
+from .gateway.replies import MODEL, refusal, unknown_model
+from .gateway.routes import add_gateway_routes, opened_by_session, refusal_body
+from .gateway.service import Gateway
+from .gateway.sessions import SessionLimits, Sessions
+from .metrics import CONTENT_TYPE, exposition
+from .render import render
+from .waiting import ClientGoneError, late, only, settle
 
-_KNOWN = "GET /health /ready /sync/status /v1/models, POST /sync/poke /v1/generate /v1/score /v1/chat/completions"
+_KNOWN = (
+    "GET /health /ready /metrics /sync/status /v1/models /v1/sessions, POST /sync/poke /v1/generate /v1/score "
+    "/v1/completions /v1/chat/completions /v1/responses /v1/messages /v1/messages/count_tokens /v1/sessions, "
+    "GET DELETE /v1/sessions/{id}"
+)
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 
@@ -48,8 +61,14 @@ class Following(Protocol):
         """Look at the head now."""
 
 
-class ClientGoneError(Exception):
-    """The caller closed its connection; nobody reads an answer."""
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of the app: a body's bytes, a request's seconds, and the gateway's own."""
+
+    max_body_bytes: int = 16 << 20
+    request_seconds: float = 300.0
+    ping_seconds: float = 5.0
+    sessions: SessionLimits = field(default_factory=SessionLimits)
 
 
 def create_app(
@@ -57,8 +76,7 @@ def create_app(
     follower: Following,
     *,
     token: str,
-    max_body_bytes: int = 16 << 20,
-    request_seconds: float = 300.0,
+    limits: Limits = Limits(),
     on_start: Callable[[], None] = lambda: None,
 ) -> App:
     """The ASGI app of one Space, behind the token guard. `on_start` runs once requests are answered."""
@@ -69,25 +87,41 @@ def create_app(
         yield
 
     app = FastAPI(title="Deltawire inference", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
-    routes = _Routes(engine, follower, request_seconds)
+    sessions = Sessions(token, limits.sessions)
+    routes = _Routes(engine, follower, limits.request_seconds, sessions.counts)
     app.get("/health")(routes.health)
     app.get("/ready")(routes.ready)
     app.get("/sync/status")(routes.sync_status)
     app.post("/sync/poke")(routes.poke)
+    app.get("/metrics")(routes.metrics)
     app.post("/v1/generate")(routes.generate)
     app.post("/v1/score")(routes.score)
+    app.post("/v1/completions")(routes.completions)
     app.get("/v1/models")(routes.models)
-    app.post("/v1/chat/completions")(routes.chat)
+    app.get("/v1/models/{name:path}")(routes.model)
+    gateway = Gateway(engine, sessions, limits.request_seconds, limits.ping_seconds, routes.require_ready)
+    add_gateway_routes(app, gateway)
     app.add_exception_handler(DeltawireError, _on_error)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(ClientGoneError, _on_gone)
     app.add_exception_handler(ClientDisconnect, _on_gone)
     app.add_exception_handler(Exception, _on_bug)
-    return Guard(app, token=token, max_body=max_body_bytes, public=frozenset({"/health"}))
+    return Guard(
+        app,
+        token=token,
+        max_body=limits.max_body_bytes,
+        public=frozenset({"/health"}),
+        sessions=lambda key: session_of(token, key),
+        keyed=opened_by_session,
+        refusal=refusal_body,
+    )
 
 
 class _Routes:
-    def __init__(self, engine: Engine, follower: Following, request_seconds: float) -> None:
+    def __init__(
+        self, engine: Engine, follower: Following, request_seconds: float, counted: Callable[[], dict[str, int]]
+    ) -> None:
+        self.counted = counted
         self._engine = engine
         self._follower = follower
         self._seconds = request_seconds
@@ -98,15 +132,23 @@ class _Routes:
 
     async def ready(self) -> Response:
         """200 when calls can be answered, else 503 with the reason."""
-        self._require_ready()
+        self.require_ready()
         return JSONResponse({"status": "ready", "version": self._follower.status().version})
 
     async def sync_status(self) -> Response:
-        """SyncStatus, with the engine's counters."""
-        status = self._follower.status().model_copy(update={"engine": self._engine.status()})
+        """SyncStatus, with the engine's counters and its ways."""
+        return _json(self._status())
+
+    async def metrics(self) -> Response:
+        """The numbers of the status for Prometheus."""
+        return Response(exposition(self._status(), self.counted()), media_type=CONTENT_TYPE)
+
+    def _status(self) -> SyncStatus:
+        more = {"engine": self._engine.status(), "ways": self._engine.ways()}
+        status = self._follower.status().model_copy(update=more)
         if status.ready and self._engine.failure:
             status = status.model_copy(update={"ready": False, "reason": self._engine.failure})
-        return _json(status)
+        return status
 
     async def poke(self) -> dict[str, str]:
         """A hint to look at the head now."""
@@ -114,25 +156,31 @@ class _Routes:
         return {"status": "poked"}
 
     async def models(self) -> dict[str, Any]:
-        """OpenAI's list of models: one, the policy."""
+        """OpenAI's and Anthropic's list of models in one: the policy alone."""
+        model = self._model(MODEL)
+        ends = {"first_id": model["id"], "last_id": model["id"], "has_more": False}
+        return {"object": "list", "data": [model], **ends}
+
+    async def model(self, request: Request, name: str) -> Response:
+        """The policy; a session answers to any name, as its calls do."""
+        if name != MODEL and "deltawire_session" not in request.scope:
+            return refusal(messages if "anthropic-version" in request.headers else chat, unknown_model(name))
+        return JSONResponse(self._model(name))
+
+    def _model(self, name: str) -> dict[str, Any]:
         version = self._follower.status().version
-        model = {
-            "id": "policy",
-            "object": "model",
-            "created": 0,
-            "owned_by": "deltawire",
-            "weight_version": version,
-        }
-        return {"object": "list", "data": [model]}
+        shown = {"id": name, "display_name": name, "object": "model", "type": "model", "owned_by": "deltawire"}
+        age = {"created": 0, "created_at": "1970-01-01T00:00:00Z"}
+        return {**shown, **age, "max_model_len": self._engine.max_len, "weight_version": version}
 
     async def generate(self, request: Request) -> Response:
         """GenerateRequest → GenerateResponse; a call that fails carries its own error."""
-        self._require_ready()
+        self.require_ready()
         body = _parse(GenerateRequest, await request.body())
         rendered = await run_in_threadpool(self._render, body.calls)
         prompts = [(call, ids) for call, ids in zip(body.calls, rendered, strict=True) if isinstance(ids, list)]
         futures = self._engine.generate([Call(ids, call.sampling) for call, ids in prompts])
-        await self._settle(request, futures)
+        await settle(request, futures, self._seconds)
         pending = iter(futures)
         results = [
             self._result(call, ids, next(pending)) if isinstance(ids, list) else CallResult(id=call.id, error=ids)
@@ -142,26 +190,34 @@ class _Routes:
 
     async def score(self, request: Request) -> Response:
         """ScoreRequest → ScoreResponse, all under one version."""
-        self._require_ready()
+        self.require_ready()
         body = _parse(ScoreRequest, await request.body())
-        scores = await self._only(request, self._engine.score(body.sequences, body.temperature))
+        scores = await only(request, self._engine.score(body.sequences, body.temperature), self._seconds)
         logprobs = tuple(tuple(values) for values in scores.logprobs)
         return _json(ScoreResponse(version=str(scores.identity), logprobs=logprobs))
 
-    async def chat(self, request: Request) -> Response:
-        """OpenAI's chat completions, one choice, not streamed; errors in OpenAI's form."""
+    async def completions(self, request: Request) -> Response:
+        """vLLM's and OpenAI's completions: ids or text in, ids and text out; errors in OpenAI's form."""
         try:
-            self._require_ready()
-            call = chat_call(_parse(ChatRequest, await request.body()), self._engine.max_len)
+            body = _parse(CompletionRequest, await request.body())
+            self.require_ready()
+            if body.model != MODEL:
+                raise unknown_model(body.model)
             tokenizer = self._engine.tokenizer
-            ids = await run_in_threadpool(render, tokenizer, (), call.messages)
-            generation = await self._only(request, self._engine.generate([Call(ids, call.sampling)])[0])
+            calls = await run_in_threadpool(completion_calls, body, tokenizer, seeds=self._engine.seeds)
+            futures = self._engine.generate(calls)
+            await settle(request, futures, self._seconds)
+            if any(future.cancelled() for future in futures):
+                raise late(self._seconds)
+            made = [future.result() for future in futures]
         except DeltawireError as error:
-            status, body = _explain(error)
-            return JSONResponse(openai_error(status, body), status)
-        return JSONResponse(chat_answer(call, ids, generation, tokenizer))
+            return refusal(chat, error)
+        answer = completion_answer(body, calls, made, tokenizer)
+        if not body.stream:
+            return JSONResponse(answer)
+        return StreamingResponse(completion_events(answer), media_type="text/event-stream")
 
-    def _require_ready(self) -> None:
+    def require_ready(self) -> None:
         if self._engine.failure:
             raise StopError(self._engine.failure)
         status = self._follower.status()
@@ -177,15 +233,15 @@ class _Routes:
             try:
                 found.append(render(tokenizer, call.prefix_ids, call.messages))
             except RejectError as error:
-                found.append(_explain(error)[1])
+                found.append(_body(error))
         return found
 
     def _result(self, call: GenerateCall, ids: list[int], future: Future[Generation]) -> CallResult:
         if future.cancelled():
-            return CallResult(id=call.id, prompt_ids=tuple(ids), error=_explain(self._late())[1])
+            return CallResult(id=call.id, prompt_ids=tuple(ids), error=_body(late(self._seconds)))
         error = future.exception()
         if isinstance(error, DeltawireError):
-            return CallResult(id=call.id, prompt_ids=tuple(ids), error=_explain(error)[1])
+            return CallResult(id=call.id, prompt_ids=tuple(ids), error=_body(error))
         made = future.result()
         return CallResult.model_validate({
             "id": call.id,
@@ -194,56 +250,8 @@ class _Routes:
             "logprobs": made.logprobs,
             "weight_versions": made.spans,
             "finish_reason": made.finish_reason,
-            "text": text_of(self._engine.tokenizer, made.output_ids, ended=made.finish_reason == "stop"),
+            "text": text_of_generation(self._engine.tokenizer, made),
         })  # fmt: skip
-
-    async def _only(self, request: Request, future: Future[T]) -> T:
-        await self._settle(request, [future])
-        if future.cancelled():
-            raise self._late()
-        return future.result()
-
-    def _late(self) -> InvalidRequest:
-        text = f"not finished within {self._seconds:g} s (setting request_seconds); ask for less at once"
-        return InvalidRequest(text, status=504, code="deadline")
-
-    async def _settle(self, request: Request, futures: Sequence[Future[Any]]) -> None:
-        """Wait until all futures are done; at the deadline cancel the rest, without a caller cancel all."""
-        done = _all_done(futures)
-        gone = asyncio.ensure_future(_disconnected(request))
-        try:
-            await asyncio.wait({done, gone}, timeout=self._seconds, return_when=asyncio.FIRST_COMPLETED)
-            if gone.done() and not done.done():
-                raise ClientGoneError
-        finally:
-            for future in futures:
-                future.cancel()
-            done.cancel()
-            gone.cancel()
-
-
-def _all_done(futures: Sequence[Future[Any]]) -> asyncio.Future[None]:
-    """A future of the running loop that is done when all of `futures` are, however they ended."""
-    loop = asyncio.get_running_loop()
-    found: asyncio.Future[None] = loop.create_future()
-    left = len(futures)
-
-    def count() -> None:
-        nonlocal left
-        left -= 1
-        if left <= 0 and not found.done():
-            found.set_result(None)
-
-    for future in futures:
-        future.add_done_callback(lambda _: loop.call_soon_threadsafe(count))
-    if not futures:
-        found.set_result(None)
-    return found
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _parse(model: type[M], data: bytes) -> M:
@@ -259,20 +267,14 @@ def _json(model: BaseModel) -> Response:
     return Response(model.model_dump_json(), media_type="application/json")
 
 
-def _explain(error: DeltawireError) -> tuple[int, ErrorBody]:
-    """HTTP status and body of an error of ours."""
-    if isinstance(error, InvalidRequest):
-        return error.status, ErrorBody(code=error.code, message=str(error))
-    if isinstance(error, RetryError):
-        return 503, ErrorBody(code="not_ready", message=str(error))
-    if isinstance(error, StopError):
-        return 503, ErrorBody(code="engine_failed", message=str(error))
-    return 500, ErrorBody(code="internal", message=str(error))
+def _body(error: DeltawireError) -> ErrorBody:
+    _, code, message = error_of(error)
+    return ErrorBody(code=code, message=message)
 
 
 async def _on_error(_: Request, error: Exception) -> Response:
-    status, body = _explain(error) if isinstance(error, DeltawireError) else (500, _bug(error))
-    return JSONResponse(ErrorResponse(error=body).model_dump(), status)
+    assert isinstance(error, DeltawireError)
+    return JSONResponse(ErrorResponse(error=_body(error)).model_dump(), error_of(error)[0])
 
 
 async def _on_http(_: Request, error: Exception) -> Response:

@@ -6,6 +6,7 @@ import argparse
 import sys
 import threading
 from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
 from sync.errors import ConfigError
 from sync.events import Emit, emitter
@@ -13,6 +14,9 @@ from sync.serving import bind, serve, until_stopped, url_of, write_ready_file
 from sync.settings import add_flags, load, print_config, token_from_environment
 
 from .config import InferenceConfig
+
+if TYPE_CHECKING:
+    from .engines.base import Engine
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +40,35 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _engine(config: InferenceConfig) -> Engine:
+    """The engine that the settings name, without weights yet."""
+    limits: dict[str, Any] = {
+        "max_slots": config.max_slots,
+        "max_len": config.max_len,
+        "max_queued": config.max_queued,
+        "prefill_tokens": config.prefill_tokens,
+        "dtype": config.dtype,
+        "pause_seconds": config.pause_seconds,
+    }
+    if config.engine == "vllm":
+        from .engines.vllm_core import prepare_environment
+
+        if config.device not in ("auto", "cpu"):
+            raise ConfigError(f"device = {config.device}: with engine = vllm, vLLM's build decides; leave it at auto")
+        prepare_environment(threads=config.threads, kv_cache_gib=config.kv_cache_gib)
+        from .engines.vllm_engine import VllmEngine
+
+        return VllmEngine(**limits, kv_policy=config.kv_policy, tensor_parallel=config.tensor_parallel)
+    import torch
+
+    from .engines.torch_engine import TorchEngine
+
+    torch.set_num_threads(config.threads)
+    if config.tensor_parallel != 1:
+        raise ConfigError(f"tensor_parallel = {config.tensor_parallel}: only vllm can; use --engine vllm")
+    return TorchEngine(**limits, device=config.device)
+
+
 def _run(config: InferenceConfig, emit: Emit) -> None:
     """Serve until SystemExit."""
     token = token_from_environment()
@@ -48,23 +81,15 @@ def _run(config: InferenceConfig, emit: Emit) -> None:
     with ExitStack() as stack:
         listener = stack.enter_context(bind(config.host, config.port))
         url = url_of(listener)
-        import torch
-
-        from .app import create_app
-        from .engines.torch_engine import TorchEngine
-
-        torch.set_num_threads(config.threads)
-        engine = TorchEngine(
-            max_slots=config.max_slots,
-            max_len=config.max_len,
-            max_queued=config.max_queued,
-            prefill_tokens=config.prefill_tokens,
-            dtype=config.dtype,
-            device=config.device,
-            pause_seconds=config.pause_seconds,
-        )
+        engine = _engine(config)
         stack.callback(engine.close)
-        follower = Follower(store, config.folder, engine, emit=emit)
+        from .app import Limits, create_app
+        from .gateway.sessions import SessionLimits
+
+        follower = Follower(
+            store, config.folder, engine, emit=emit, pin_ttl=config.pin_seconds or None, reader=config.name,
+            at=config.at,
+        )  # fmt: skip
         stack.callback(follower.close)
         stop = threading.Event()
         thread = threading.Thread(target=follower.run, args=(stop, config.poll_seconds), name="follower", daemon=True)
@@ -81,8 +106,14 @@ def _run(config: InferenceConfig, emit: Emit) -> None:
             engine,
             follower,
             token=token,
-            max_body_bytes=config.max_body_bytes,
-            request_seconds=config.request_seconds,
+            limits=Limits(
+                config.max_body_bytes,
+                config.request_seconds,
+                config.ping_seconds,
+                SessionLimits(
+                    config.max_sessions, config.session_seconds, config.max_session_calls, config.max_session_tokens
+                ),
+            ),
             on_start=announce,
         )
         serve(app, listener, max_connections=config.max_connections, read_seconds=config.read_seconds)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .artifacts import ArtifactFollower
+from .artifacts import ArtifactFollower, ArtifactPublisher
 from .codec import apply_delta, decode_delta, diff, encode_delta
 from .digest import state_digest
 from .follower import Follower
-from .publisher import ArtifactPublisher, Published, Publisher, PublisherOptions, Stamp
+from .publisher import Published, Publisher, PublisherOptions, Stamp
 from .schema.base import Identity
 from .stores import DirectoryStore, MemoryStore, Store, open_store
 

@@ -2,7 +2,8 @@
 
 The token is taken from `Authorization: Bearer`, `x-api-key`, `X-Deltawire-Key`, a leading path part `/s/<key>/`, or
 the cookie that a browser gets by opening any page with `?key=<token>` (the cookie serves the inspector, where a
-browser cannot send headers). Routes in `public` need none.
+browser cannot send headers). Routes in `public` need none. Where the owner knows other keys (`sessions`), one of them
+opens the paths that `keyed` accepts and nothing else, and the app finds in `scope["deltawire_session"]` whose it was.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
+Refusal = Callable[[str, int, str, str], bytes]
+"""(path, status, code, message) → the JSON body of a refusal."""
 
 COOKIE = "deltawire_key"
 
@@ -32,8 +35,19 @@ class Guard:
     >>> app = Guard(app, token="…", max_body=16 << 20, public=frozenset({"/health"}))
     """
 
-    def __init__(self, app: App, *, token: str, max_body: int, public: frozenset[str] = frozenset({"/health"})) -> None:
+    def __init__(
+        self,
+        app: App,
+        *,
+        token: str,
+        max_body: int,
+        public: frozenset[str] = frozenset({"/health"}),
+        sessions: Callable[[str], str | None] = lambda _: None,
+        keyed: Callable[[str], bool] = lambda _: False,
+        refusal: Refusal = lambda _path, _status, code, message: error_json(code, message),
+    ) -> None:
         self._app = app
+        self._sessions, self._keyed, self._refusal = sessions, keyed, refusal
         self._token = token
         self._max_body = max_body
         self._public = public
@@ -48,16 +62,26 @@ class Guard:
         if scope["path"] in self._public:
             await self._limited(scope, receive, send)
             return
-        if not any(map(self._same, _keys(scope))):
-            self.refused += 1
-            await _refuse(
-                scope, send, 401, "unauthorized", "missing or wrong token: send Authorization: Bearer <token>"
-            )
+        keys = _keys(scope)
+        owner = any(map(self._same, keys))
+        session = next((name for name in map(self._sessions, keys) if name is not None), None)
+        if not owner and session is None:
+            text = "missing or wrong token: send Authorization: Bearer <token>"
+            await self._refuse(scope, send, 401, "unauthorized", text)
             return
-        if scope["type"] == "http" and (query := _query_key(scope)) is not None:
+        if not owner and not self._keyed(scope["path"]):
+            await self._refuse(scope, send, 403, "forbidden", "the key of a session does not open this route")
+            return
+        if session is not None:
+            scope = {**scope, "deltawire_session": session}
+        if owner and scope["type"] == "http" and (query := _query_key(scope)) is not None:
             await _set_cookie(scope, send, self._token, query)
             return
         await self._limited(scope, receive, send)
+
+    async def _refuse(self, scope: Scope, send: Send, status: int, code: str, message: str) -> None:
+        self.refused += 1
+        await _refuse(scope, send, status, message, self._refusal(scope["path"], status, code, message))
 
     def _same(self, candidate: str) -> bool:
         return hmac.compare_digest(candidate.encode(), self._token.encode())
@@ -66,7 +90,7 @@ class Guard:
         try:
             length = int(_header(scope, b"content-length") or 0)
         except ValueError:
-            await _refuse(scope, send, 400, "invalid_request", "content-length is not a number")
+            await self._refuse(scope, send, 400, "invalid_request", "content-length is not a number")
             return
         seen = length if length > self._max_body else 0
         started = False
@@ -90,10 +114,11 @@ class Guard:
             with suppress(_TooLarge):
                 await self._app(scope, counted, noted)
         if seen > self._max_body:
-            self.refused += 1
-            if not started:
+            if started:
+                self.refused += 1
+            else:
                 text = f"the body is larger than {self._max_body} bytes (setting max_body_bytes); send less at once"
-                await _refuse(scope, send, 413, "body_too_large", text)
+                await self._refuse(scope, send, 413, "body_too_large", text)
 
 
 def _header(scope: Scope, name: bytes) -> str | None:
@@ -146,11 +171,10 @@ def error_json(code: str, message: str) -> bytes:
     return json.dumps({"error": {"code": code, "message": message}}).encode()
 
 
-async def _refuse(scope: Scope, send: Send, status: int, code: str, message: str) -> None:
+async def _refuse(scope: Scope, send: Send, status: int, message: str, body: bytes) -> None:
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 4401, "reason": message[:120]})
         return
-    body = error_json(code, message)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))

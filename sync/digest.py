@@ -13,21 +13,19 @@ shape, under two independent keys (128 bits), mod 2^64 each. A change of an elem
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .pieces import Segment, layout_of
 from .tensors import Bits, Schema, State, TensorSpec, bits, schema_of
+from .threads import in_order
 
 PREFIX = "sd1:"
-CHUNK = 1 << 20
 _MASK = (1 << 64) - 1
-_G = np.uint64(0x9E3779B97F4A7C15)
-_M = np.uint64(0xD6E8FEB86659FD93)
-_C1 = np.uint64(0xBF58476D1CE4E5B9)
-_C2 = np.uint64(0x94D049BB133111EB)
 
 
 class Sums(NamedTuple):
@@ -72,42 +70,78 @@ def tensor_term(name: str, spec: TensorSpec) -> Sums:
     return Sums(int.from_bytes(raw[:8], "little"), int.from_bytes(raw[8:], "little"))
 
 
-def _finalize(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    x ^= x >> np.uint64(30)
-    x *= _C1
-    x ^= x >> np.uint64(27)
-    x *= _C2
-    x ^= x >> np.uint64(31)
-    return x
-
-
 def element_sums(name: str, index: NDArray[np.integer] | None, values: Bits, *, start: int = 0) -> Sums:
     """Sum of mixes of `values` (unsigned bits) at flat `index`; index None means start, start+1, …
 
-    Works in chunks of 1 M elements, so the extra memory is bounded. Same result for any order of the elements.
+    Needs no memory of its own. Same result for any order of the elements.
     """
-    total = ZERO
-    for at in range(0, len(values), CHUNK):
-        chunk = values[at : at + CHUNK].astype(np.uint64)
-        chunk *= _M
-        if index is None:
-            where = np.arange(start + at, start + at + len(chunk), dtype=np.uint64)
-        else:
-            where = index[at : at + CHUNK].astype(np.uint64)
-        where *= _G
-        sums = [int(_finalize(_finalize(where + key) + chunk).sum(dtype=np.uint64)) for key in _keys(name)]
-        total = total.plus(Sums(*sums))
-    return total
+    from . import kernels
+
+    keys = _keys(name)
+    if index is None:
+        found = kernels.dense_sums(np.uint64(start), values, *keys)
+    else:
+        found = kernels.sparse_sums(index, values, *keys)
+    return Sums(int(found[0]), int(found[1]))
 
 
-def state_sums(state: State, schema: Schema) -> Sums:
-    """The full digest of a state as sums: every element and one term per tensor."""
-    total = ZERO
+def change_sums(name: str, index: NDArray[np.integer], old: Bits, new: Bits) -> tuple[Sums, Sums]:
+    """`element_sums` of the old and of the new bits at the same places, in one pass."""
+    from . import kernels
+
+    found = kernels.change_sums(index, old, new, *_keys(name))
+    return Sums(int(found[0]), int(found[1])), Sums(int(found[2]), int(found[3]))
+
+
+def change_sums_of(
+    names: Sequence[str], cuts: NDArray[np.int64], index: NDArray[np.integer], old: Bits, new: Bits
+) -> NDArray[np.uint64]:
+    """`change_sums` of several tensors' parts of the same arrays, the k-th from cuts[k] to cuts[k + 1]:
+    [len(names), 4], old a, old b, new a, new b."""
+    from . import kernels
+
+    keys = np.array([_keys(name) for name in names], np.uint64).reshape(-1, 2)
+    out = np.empty((len(names), 4), np.uint64)
+    kernels.change_sums_of(index, old, new, cuts, keys, out)
+    return out
+
+
+PieceSums: TypeAlias = NDArray[np.uint64]
+"""[P, 2]: for each piece of a schema's layout (`sync/pieces.py`) the sums of its elements, or what to add to them; mod
+2^64, as numpy's uint64 counts. What lets an audit read a part of a state at a time."""
+
+
+def piece_sums(state: State, schema: Schema, *, threads: int | None = None) -> PieceSums:
+    """The sums of every piece of a state."""
+
+    def of(segment: Segment) -> list[Sums]:
+        return [
+            element_sums(p.name, None, bits(state[p.name])[p.start : p.stop], start=p.start) for p in segment.pieces
+        ]
+
+    found = in_order(of, layout_of(schema).segments, threads)
+    return np.array([sums for part in found for sums in part], np.uint64).reshape(-1, 2)
+
+
+def total(sums: PieceSums, schema: Schema) -> Sums:
+    """A state's digest as sums, from those of its pieces: they and one term per tensor."""
+    found = moved(ZERO, sums)
     for name, spec in schema.items():
-        total = total.plus(tensor_term(name, spec)).plus(element_sums(name, None, bits(state[name])))
-    return total
+        found = found.plus(tensor_term(name, spec))
+    return found
 
 
-def state_digest(state: State, schema: Schema | None = None) -> str:
-    """The digest of a complete state, as text. See the module's docstring; raises what `schema_of` raises."""
-    return state_sums(state, schema_of(state, schema)).text()
+def moved(sums: Sums, change: PieceSums) -> Sums:
+    """A state's digest after a change of its pieces."""
+    return sums.plus(Sums(*(int(n) for n in change.sum(axis=0, dtype=np.uint64))))
+
+
+def state_sums(state: State, schema: Schema, *, threads: int | None = None) -> Sums:
+    """The full digest of a state as sums: every element and one term per tensor."""
+    return total(piece_sums(state, schema, threads=threads), schema)
+
+
+def state_digest(state: State, schema: Schema | None = None, *, threads: int | None = None) -> str:
+    """The digest of a complete state, as text. See the module's docstring; raises what `schema_of` raises. threads: see
+    `sync/threads.py`."""
+    return state_sums(state, schema_of(state, schema), threads=threads).text()

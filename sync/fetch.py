@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from . import layout
@@ -10,6 +13,9 @@ from .canonical import sha256_hex
 from .errors import CorruptObject, ObjectMissing
 from .schema.wire import Manifest, ObjectEntry, Ref, parse
 from .stores.base import Store
+
+IN_MEMORY = 1 << 20
+"""Larger objects go through a file."""
 
 
 def checked_bytes(store: Store, key: str, size: int, sha256: str) -> bytes:
@@ -47,18 +53,34 @@ def read_object(store: Store, ref: Ref, manifest: Manifest, name: str) -> bytes:
     return checked_bytes(store, layout.folder_of(ref.key) + name, entry.size, entry.sha256)
 
 
+@contextmanager
+def object_bytes(store: Store, key: str, size: int, sha256: str, scratch: Path) -> Iterator[bytes | mmap.mmap]:
+    """The bytes of an object, checked; a large one lies in `scratch` and is mapped. Raises CorruptObject."""
+    if size <= IN_MEMORY:
+        yield checked_bytes(store, key, size, sha256)
+        return
+    path = scratch / "object"
+    _checked_file(store, key, size, sha256, path)
+    with path.open("rb") as file:
+        yield mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _checked_file(store: Store, key: str, size: int, sha256: str, path: Path) -> None:
+    try:
+        store.fetch(key, path, limit=size)
+    except ObjectMissing:
+        raise CorruptObject(f"{key}: named by its manifest, but missing from {store.url}") from None
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if path.stat().st_size != size or found != sha256:
+        raise CorruptObject(f"{key}: sha256 {found[:12]}…, expected {sha256[:12]}…; the object was altered")
+
+
 def download(store: Store, ref: Ref, manifest: Manifest, folder: Path) -> None:
     """Download every object of an anchor into `folder`, each checked in place; raises CorruptObject."""
     for entry in manifest.objects:
-        key, path = layout.folder_of(ref.key) + entry.name, folder / entry.name
-        try:
-            store.fetch(key, path, limit=entry.size)
-        except ObjectMissing:
-            raise CorruptObject(f"{key}: named by its manifest, but missing from {store.url}") from None
-        with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if path.stat().st_size != entry.size or found != entry.sha256:
-            raise CorruptObject(f"{key}: sha256 {found[:12]}…, expected {entry.sha256[:12]}…; the object was altered")
+        key = layout.folder_of(ref.key) + entry.name
+        _checked_file(store, key, entry.size, entry.sha256, folder / entry.name)
 
 
 def _entry(manifest: Manifest, name: str, key: str) -> ObjectEntry:

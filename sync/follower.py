@@ -16,34 +16,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import layout
 from .clock import REAL, Clock
-from .codec import decode
 from .digest import ZERO, element_sums, tensor_term
 from .engine import EngineSink, TensorPatch
-from .errors import (
-    BaseMismatch,
-    CorruptObject,
-    DeltawireError,
-    EngineFailed,
-    InvalidPatch,
-    Pruned,
-    RejectError,
-    ResyncError,
-    StoreUnavailable,
-)
+from .errors import ConfigError, DeltawireError, EngineFailed, Pruned, StoreUnavailable
 from .events import Emit, emitter
-from .fetch import check_manifest, download, read_manifest, read_object
-from .heads import HeadWatcher
-from .mirror import Mirror
-from .plan import Held, plan
+from .heads import HeadWatcher, read_catchup
+from .mirror import Mirror, Patches
+from .pins import ReaderPin
+from .replica import Replica
 from .schema.base import Identity
 from .schema.calls import SyncStatus
-from .schema.wire import Head, Manifest, Ref
+from .schema.wire import Head
 from .stores.base import Store
-from .tensors import bits, state_bytes
-from .term import read_catchup
+from .tensors import bits
 
+NOWHERE: NDArray[np.integer[Any]] = np.empty(0, np.int32)
 WHOLE_SHARE = 8
 """Where more than 1/8 of a tensor changed, the engine reads it whole from the mirror."""
 
@@ -63,24 +51,30 @@ class Follower:
     """Follows one channel into a mirror folder and, if given, an engine. `poll` and `run` belong to one thread;
     `poke` and `status` may be called from any.
 
+    pin_ttl: seconds that this reader's pin lives unless renewed; None follows without one. reader: its name in the pin.
+    audit_every: versions between two recomputations of the digest from the engine's own parameters.
+    at: a live version, as 12 or 12@2, to go to and to stay at; None follows the head.
     Raises ConfigError at construction when the mirror folder is owned by another process or cannot be written.
     """
 
     def __init__(
         self, store: Store, folder: Path, engine: EngineSink | None, *, channel: str = "weights",
         emit: Emit | None = None, clock: Clock = REAL, audit_every: int = 64,
+        pin_ttl: float | None = None, reader: str = "", at: str | None = None,
     ) -> None:  # fmt: skip
         self._store, self._engine, self._channel, self._clock = store, engine, channel, clock
         self._emit = emit or emitter("follower", "none")
-        self._audit_every = audit_every
-        self._heads = HeadWatcher(store, channel)
+        self._audit_every, self._at = audit_every, at
+        self._heads = HeadWatcher(store, channel, clock=clock)
         self._poked = threading.Event()
         self._engine_at: Identity | None = None
-        self._pending: list[dict[str, TensorPatch]] = []
+        self._dirty: dict[str, NDArray[np.integer[Any]] | None] = {}
         self._since_audit = 0
         self._lock = threading.Lock()
         self._facts: dict[str, Any] = {"ready": False, "reason": "no version was applied yet"}
+        self._pin = ReaderPin(store, channel, pin_ttl, reader, clock, self._emit)
         self._mirror = Mirror(folder)
+        self._replica = Replica(store, self._mirror, self._emit, count=self._count, on_move=self._moved)
         if self._mirror.recovered:
             self._count(digest_checks=1)
             self._emit("recovered", version=self._mirror.identity)
@@ -103,10 +97,8 @@ class Follower:
             self._note(last_error=str(error))
             self._emit("refused", error=type(error).__name__, why=str(error))
             raise
-        if self._engine is None:
-            self._pending = []
-            if self._presentable():
-                self._note(ready=True, reason="")
+        if self._engine is None and self._presentable():
+            self._note(ready=True, reason="")
         return moved
 
     def run(self, stop: threading.Event, interval: float) -> None:
@@ -133,8 +125,10 @@ class Follower:
             return SyncStatus(**self._facts)
 
     def close(self) -> None:
-        """Flush the mirror and release its folder."""
-        self._mirror.close()
+        """Release the pin, flush the mirror and release its folder."""
+        self._pin.release()
+        with _disk_errors():
+            self._mirror.close()
 
     def _wait(self, stop: threading.Event, interval: float) -> None:
         until = self._clock.monotonic() + interval
@@ -155,109 +149,75 @@ class Follower:
             raise
 
     def _follow(self, head: Head) -> None:
-        target = head.identity
-        assert target is not None
+        if head.channel_uid in self._mirror.left:
+            self._note(
+                last_error=f"the bucket shows channel {head.channel_uid}, which was left for {self._mirror.uid}: a "
+                "stale look, or an old run was put back; for the latter empty the mirror's folder"
+            )
+            return
         if self._mirror.uid not in (None, head.channel_uid):
             self._emit("channel_replaced", was=self._mirror.uid, now=head.channel_uid)
-            self._mirror.forget_channel()
+            self._mirror.leave_channel()
             self._forget_engine("the bucket holds another channel now")
-        held = self._mirror.held
+        head = self._pinned(head)
+        target, held = self._target(head), self._mirror.held
         lag = None if held is None else target.version - held.identity.version
-        self._note(head=str(target), channel_uid=head.channel_uid, lag=lag)
+        self._note(head=str(head.identity), channel_uid=head.channel_uid, lag=lag)
         if held is not None and target <= held.identity:
+            if target == held.identity:
+                self._note(last_error="")
             return  # I3: what we reported never goes back; an older or equal head changes nothing
         highest = self._mirror.highest
         if highest is not None and target < highest:
             if held is None:
                 self._note(ready=False, reason=f"the bucket shows {target}, but {highest} was reported before: waiting")
             return
-        refs = (*(() if _next_to(head, held) else read_catchup(self._store, head)), *head.recent)
-        avoid: set[str] = set()
-        while True:
-            try:
-                for ref in plan(refs, target, self._mirror.held, avoid):
-                    self._step(ref, head)
-            except (RejectError, ResyncError, StoreUnavailable) as error:
-                bad = getattr(error, "ref_key", None)
-                if bad is None or not self._other_way(refs, target, {*avoid, bad}):
-                    raise
-                avoid.add(bad)
-                self._emit("detour", around=bad, why=str(error))
-                continue
-            break
+        self._replica.go_to(target, head)
         self._note(lag=0, last_error="")
 
-    def _other_way(self, refs: tuple[Ref, ...], target: Identity, avoid: set[str]) -> bool:
-        try:
-            plan(refs, target, self._mirror.held, avoid)
-        except Pruned:
-            return False
-        return True
+    def _target(self, head: Head) -> Identity:
+        """The head's version, or the one to stay at. Raises Pruned when that is not live, ConfigError when the mirror
+        is past it."""
+        assert head.identity is not None
+        if self._at is None:
+            return head.identity
+        held = self._mirror.identity
+        live = [ref.identity for ref in (*read_catchup(self._store, head), *head.recent)] if held is None else [held]
+        found = [identity for identity in live if self._at in (str(identity), str(identity.version))]
+        if found:
+            return max(found)
+        if held is not None:
+            text = f"the mirror in {self._mirror.folder} holds {held}, not {self._at}; choose an empty folder"
+            raise ConfigError(text)
+        raise Pruned(f"version {self._at} is not live; live are {min(live)} to {max(live)}, see `deltawire log`")
 
-    def _step(self, ref: Ref, head: Head) -> None:
-        try:
-            manifest = self._manifest(ref, head)
-            if ref.kind == "anchor":
-                self._install(ref, manifest)
-            else:
-                self._apply(ref, manifest)
-        except (RejectError, ResyncError, StoreUnavailable) as error:
-            self._count(refused_objects=1)
-            error.ref_key = ref.key  # type: ignore[union-attr]
-            raise
+    def _pinned(self, head: Head) -> Head:
+        """Write the pin when it is due, and then look again: a floor above the pin came first."""
+        held = self._mirror.identity
+        if self._pin.due(head, held) and self._pin.write(head, held):
+            again = self._heads.look().get(self._channel, head)
+            return again if again.channel_uid == head.channel_uid and again.identity is not None else head
+        return head
 
-    def _manifest(self, ref: Ref, head: Head) -> Manifest:
-        if head.manifest is not None and head.manifest.sha256() == ref.sha256:
-            check_manifest(head.manifest, ref)
-            return head.manifest
-        manifest = read_manifest(self._store, ref)
-        if manifest.channel_uid != head.channel_uid:
-            raise CorruptObject(f"{ref.key}: belongs to channel {manifest.channel_uid}, not {head.channel_uid}")
-        return manifest
+    def _moved(self, patches: Patches | None) -> None:
+        if patches is None:
+            self._forget_engine("a new anchor must be loaded", keep_serving=True)
+        else:
+            self._since_audit += 1
+            for name, (index, _) in patches.items():
+                self._touch(name, index)
+        self._note(**self._held_facts())
 
-    def _install(self, ref: Ref, manifest: Manifest) -> None:
-        before = self._mirror.held
-        try:
-            self._mirror.install(
-                manifest.channel_uid, manifest.identity, manifest.state_digest,
-                lambda folder: download(self._store, ref, manifest, folder),
-            )  # fmt: skip
-        finally:  # the mirror may have moved although its disk failed behind
-            if self._mirror.held != before:
-                self._forget_engine("a new anchor must be loaded", keep_serving=True)
-            self._note(**self._held_facts())
-        self._count(digest_checks=1, anchors_loaded=1, bytes_fetched=manifest.payload_bytes)
-        self._emit("anchor", version=manifest.identity, bytes=manifest.payload_bytes)
-
-    def _apply(self, ref: Ref, manifest: Manifest) -> None:
-        if manifest.base_digest != self._mirror.sums.text():
-            raise BaseMismatch(
-                f"{ref.key}: made for base {manifest.base_digest}, the mirror holds {self._mirror.sums.text()}"
-            )
-        patches: dict[str, TensorPatch] = {}
-        sums = self._mirror.sums
-        for entry in manifest.objects:
-            if entry.size > 2 * state_bytes(self._mirror.schema) + (1 << 20):
-                raise CorruptObject(f"{ref.key}: a delta of {entry.size} bytes for a smaller state")
-            payload = read_object(self._store, ref, manifest, entry.name)
-            try:
-                decoded = decode(payload, self._mirror.schema, self._mirror.state)
-            except (InvalidPatch, BaseMismatch) as error:
-                raise type(error)(f"{layout.folder_of(ref.key)}{entry.name}: {error}") from None
-            patches |= decoded.patches
-            sums = sums.minus(decoded.removed).plus(decoded.added)
-        self._count(digest_checks=1)
-        if sums.text() != manifest.state_digest:
-            self._count(digest_failures=1)
-            raise CorruptObject(f"{ref.key}: applying it gives {sums.text()}, declared {manifest.state_digest}")
-        try:
-            self._mirror.apply(patches, manifest.identity, sums)
-        finally:  # the mirror may have moved although its disk failed behind
-            if self._mirror.identity == manifest.identity:
-                self._pending.append(patches)
-            self._note(**self._held_facts())
-        self._count(versions_applied=1, bytes_fetched=manifest.payload_bytes)
-        self._emit("delta", version=manifest.identity, bytes=manifest.payload_bytes)
+    def _touch(self, name: str, index: NDArray[np.integer[Any]] | None) -> None:
+        """Note where the mirror is ahead of the engine: places (None: the whole tensor), never values."""
+        if self._engine is None:
+            return
+        before = self._dirty.get(name, NOWHERE)
+        size = self._mirror.schema[name].size
+        if index is None or before is None or len(before) + len(index) > size // WHOLE_SHARE:
+            self._dirty[name] = None
+        else:
+            self._dirty[name] = np.union1d(before, index) if len(before) else np.array(index)
 
     # --- mirror → engine
 
@@ -270,6 +230,7 @@ class Follower:
         try:
             if known:
                 union = self._union()
+                self._note(paused=True)
                 engine.pause()
                 started = self._clock.monotonic()
                 engine.apply(union, target)
@@ -278,19 +239,24 @@ class Follower:
                 self._mirror.flush()
                 engine.load(self._mirror.checkpoint, target)
                 self._audit_engine()
-            self._since_audit += len(self._pending)
             if known and self._since_audit >= self._audit_every:
                 self._audit_engine()
             engine.resume()
         except BaseException as error:
             reason = f"the engine failed to reach {target}, reloading: {error}"
-            self._note(ready=False, reason=reason)
-            self._pending = []
+            self._note(ready=False, reason=reason, paused=True)
+            self._dirty = {}
             if isinstance(error, DeltawireError) or not isinstance(error, Exception):
                 raise
             raise EngineFailed(reason) from error
-        self._engine_at, self._pending = target, []
-        self._note(ready=True, reason="", version=str(target), pause_seconds_last=self._clock.monotonic() - started)
+        self._engine_at, self._dirty = target, {}
+        self._note(
+            ready=True,
+            reason="",
+            paused=False,
+            version=str(target),
+            pause_seconds_last=self._clock.monotonic() - started,
+        )
         return True
 
     def _presentable(self) -> bool:
@@ -299,17 +265,11 @@ class Follower:
         return held is not None and (highest is None or held >= highest)
 
     def _union(self) -> dict[str, TensorPatch]:
-        """Everything that changed since the engine's version, with the mirror's present values."""
+        """Everything that changed since the engine's version, with the mirror's present values (views where whole)."""
         union: dict[str, TensorPatch] = {}
-        for name in {n for patches in self._pending for n in patches}:
-            parts = [patches[name][0] for patches in self._pending if name in patches]
-            sparse = [p for p in parts if p is not None]
+        for name, index in self._dirty.items():
             flat = bits(self._mirror.state[name])
-            if len(sparse) < len(parts) or sum(map(len, sparse)) * WHOLE_SHARE > len(flat):
-                union[name] = (None, flat.copy())
-            else:
-                index: NDArray[np.integer[Any]] = np.unique(np.concatenate(sparse))
-                union[name] = (index, flat[index])
+            union[name] = (None, flat) if index is None else (index, flat[index])
         return union
 
     def _read_back(self, union: Mapping[str, TensorPatch]) -> None:
@@ -332,7 +292,7 @@ class Follower:
             raise EngineFailed(f"the engine's parameters give {total.text()}, the mirror {self._mirror.sums.text()}")
 
     def _forget_engine(self, reason: str, *, keep_serving: bool = False) -> None:
-        self._engine_at, self._pending = None, []
+        self._engine_at, self._dirty = None, {}
         if not keep_serving:
             self._note(ready=False, reason=reason, version=None)
 
@@ -355,11 +315,3 @@ class Follower:
         with self._lock:
             for key, n in more.items():
                 self._facts[key] = self._facts.get(key, 0) + n
-
-
-def _next_to(head: Head, held: Held | None) -> bool:
-    """True when head.recent alone leads from what is held to the head."""
-    return held is not None and any(
-        r.kind == "delta" and (r.version, r.base_digest) == (held.identity.version + 1, held.digest)
-        for r in head.recent
-    )

@@ -2,7 +2,7 @@
 
     <folder>/lock              held by the owning process
     <folder>/mirror.json       sealed: what the files below hold at least, and the highest identity ever reported
-    <folder>/g-<n>/            a checkpoint folder; its model.safetensors is memory-mapped and patched in place
+    <folder>/g-<n>/            a checkpoint folder; its *.safetensors are memory-mapped and patched in place
     <folder>/redo/<version>    absolute values of each version since the last flush
 
 Order of an apply: the redo log is written and synced, then the map is patched. A kill between or during leaves the
@@ -21,18 +21,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import layout
 from .canonical import seal, sha256_hex, unseal
 from .codec import scatter
-from .digest import Sums, state_sums
+from .digest import PieceSums, Sums, element_sums, moved, piece_sums, total
 from .errors import ConfigError, CorruptObject
+from .pieces import layout_of
 from .plan import Held
-from .safetensors_io import MappedState, pack, pack_state, parse_header, view
+from .safetensors_io import MappedCheckpoint, read_arrays, write_arrays
 from .schema.base import Identity
-from .tensors import Bits, Schema, TensorSpec
+from .tensors import Bits, Schema, bits
 
 Patches = Mapping[str, tuple[NDArray[np.integer[Any]] | None, Bits]]
 _META = "mirror.json"
+_MAX_LEFT = 64
+_AUDITED_SHARE = 64
 
 
 class Mirror:
@@ -42,13 +44,16 @@ class Mirror:
     """
 
     def __init__(self, folder: Path, *, flush_every: int = 16) -> None:
-        self._folder, self._flush_every = folder, flush_every
+        self.folder, self._flush_every = folder, flush_every
         self.uid: str | None = None
         self.highest: Identity | None = None
+        self.left: tuple[str, ...] = ()
         self.identity: Identity | None = None
         self.sums = Sums(0, 0)
+        self._pieces: PieceSums = np.zeros((0, 2), np.uint64)
+        self._next_piece = 0
         self.recovered = False
-        self._mapped: MappedState | None = None
+        self._mapped: MappedCheckpoint | None = None
         self._generation = 0
         self._side: dict[str, str] = {}
         self._unflushed = 0
@@ -91,19 +96,19 @@ class Mirror:
     @property
     def checkpoint(self) -> Path:
         """The folder that from_pretrained loads; it holds at least the last flushed version."""
-        return self._folder / f"g-{self._generation}"
+        return self.folder / f"g-{self._generation}"
 
     def install(self, uid: str, identity: Identity, digest: str, fill: Callable[[Path], None]) -> None:
         """Replace everything by the anchor that `fill(folder)` downloads. Raises CorruptObject, changing nothing, when
         the state's digest is not `digest`."""
-        part = self._folder / f"part-{self._generation + 1}"
+        part = self.folder / f"part-{self._generation + 1}"
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
         try:
             fill(part)
-            _single_file(part)
-            mapped = MappedState(part / layout.MODEL, writable=True)
-            sums = state_sums(mapped.state, mapped.schema)
+            mapped = MappedCheckpoint(part, writable=True)
+            pieces = piece_sums(mapped.state, mapped.schema)
+            sums = total(pieces, mapped.schema)
             side = _side_files(part)
             if sums.text() != digest:
                 raise CorruptObject(f"anchor {identity}: its files give state digest {sums.text()}, declared {digest}")
@@ -114,18 +119,21 @@ class Mirror:
         shutil.rmtree(self.checkpoint, ignore_errors=True)
         part.rename(self.checkpoint)
         self._mapped, self.uid, self.identity, self.sums, self._side = mapped, uid, identity, sums, side
+        self._pieces, self._next_piece = pieces, 0
         self._raise_highest(identity)
         self.flush()
-        for old in self._folder.glob("g-*"):
+        for old in (*self.folder.glob("g-*"), *self.folder.glob("part-*")):
             if old != self.checkpoint:
                 shutil.rmtree(old, ignore_errors=True)
 
-    def apply(self, patches: Patches, identity: Identity, sums: Sums) -> None:
-        """Log, then write one version's absolute values. The caller has checked everything, the digest included."""
-        _write_redo(self._folder / "redo" / f"{identity.epoch:06d}-{identity.version:010d}", patches, identity, sums)
+    def apply(self, patches: Patches, identity: Identity, change: PieceSums) -> None:
+        """Log, then write one version's absolute values, which change the pieces' sums by `change`. The caller has
+        checked everything, the digest included."""
+        sums = moved(self.sums, change)
+        _write_redo(self.folder / "redo" / f"{identity.epoch:06d}-{identity.version:010d}", patches, identity, sums)
         for name, (index, values) in patches.items():
             scatter(self.state[name], index, values)
-        self.identity, self.sums = identity, sums
+        self.identity, self.sums, self._pieces = identity, sums, self._pieces + change
         self._raise_highest(identity)
         self._unflushed += 1
         if self._unflushed >= self._flush_every:
@@ -141,7 +149,30 @@ class Mirror:
 
     def audit(self) -> bool:
         """Recompute the digest from the bytes on hand; False when it is not the one kept."""
-        return state_sums(self.state, self.schema) == self.sums
+        found = piece_sums(self.state, self.schema)
+        self._pieces = found
+        return total(found, self.schema) == self.sums
+
+    def audit_next(self) -> bool:
+        """Recompute the sums of the next 1/64 of the bytes (one piece at least); False when they are not those kept.
+
+        A digest that is moved along never reads what no version touches; called after each version, this has read
+        everything after 64.
+        """
+        pieces = layout_of(self.schema).pieces
+        left = sum(spec.nbytes for spec in self.schema.values()) / _AUDITED_SHARE
+        for _ in pieces:
+            number = self._next_piece
+            self._next_piece = (number + 1) % len(pieces)
+            piece = pieces[number]
+            flat = bits(self.state[piece.name])[piece.start : piece.stop]
+            kept = Sums(int(self._pieces[number, 0]), int(self._pieces[number, 1]))
+            if element_sums(piece.name, None, flat, start=piece.start) != kept:
+                return False
+            left -= flat.nbytes
+            if left <= 0:
+                break
+        return True
 
     def reset(self) -> None:
         """Forget the state (not the highest identity of this channel); the next plan starts from an anchor."""
@@ -151,9 +182,15 @@ class Mirror:
         shutil.rmtree(self.checkpoint, ignore_errors=True)
 
     def forget_channel(self) -> None:
-        """The bucket holds another channel now: forget its state and every identity."""
+        """Forget the state, its channel and every identity."""
         self.uid = self.highest = None
         self.reset()
+
+    def leave_channel(self) -> None:
+        """The bucket holds another channel now: forget this one, and know it again, should a stale look show it."""
+        if self.uid is not None:
+            self.left = (*self.left, self.uid)[-_MAX_LEFT:]
+        self.forget_channel()
 
     def close(self) -> None:
         """Flush and release the lock. Safe to call twice."""
@@ -167,6 +204,7 @@ class Mirror:
 
     def _release(self) -> None:
         if self._lock is not None:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # a forked child may hold a copy of the descriptor
             os.close(self._lock)
         self._mapped = self._lock = None
 
@@ -181,16 +219,17 @@ class Mirror:
             "identity": str(self.identity) if self.identity else None,
             "digest": self.sums.text() if self.identity else None,
             "highest": str(self.highest) if self.highest else None,
+            "left": list(self.left),
         }
-        _write_durably(self._folder / _META, seal(body))
+        _write_durably(self.folder / _META, seal(body))
 
     def _clear_redo(self) -> None:
-        for path in (self._folder / "redo").iterdir():
+        for path in (self.folder / "redo").iterdir():
             path.unlink()
 
     def _recover(self) -> None:
         """Read what the disk holds, replay the redo logs, audit; anything wrong leaves an empty mirror."""
-        meta = self._folder / _META
+        meta = self.folder / _META
         if not meta.exists():
             self._clear_redo()
             return
@@ -198,13 +237,14 @@ class Mirror:
             body = unseal(meta.read_bytes(), _META)
             self.uid, self._generation = body["uid"], int(body["generation"])
             self.highest = Identity.parse(body["highest"]) if body["highest"] else None
+            self.left = tuple(body["left"])
             if body["identity"] is None:
                 self._clear_redo()
                 return
-            logs = sorted((self._folder / "redo").glob("[0-9]*-[0-9]*"))
+            logs = sorted((self.folder / "redo").glob("[0-9]*-[0-9]*"))
             for log in logs:
                 self._raise_highest(Identity(*map(int, log.name.split("-"))))
-            self._mapped = MappedState(self.checkpoint / layout.MODEL, writable=True)
+            self._mapped = MappedCheckpoint(self.checkpoint, writable=True)
             self.identity, self.sums = Identity.parse(body["identity"]), Sums.parse(body["digest"])
             self._side = _side_files(self.checkpoint)
             if self._side != body["side"]:
@@ -231,47 +271,22 @@ class Mirror:
 
 def _side_files(folder: Path) -> dict[str, str]:
     """Name → sha256 of what lies beside the weights: the state digest says nothing of it."""
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name != layout.MODEL)
+    files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".safetensors")
     return {path.relative_to(folder).as_posix(): sha256_hex(path.read_bytes()) for path in files}
 
 
-def _single_file(folder: Path) -> None:
-    """Join the shards of a checkpoint into one model.safetensors (the mirror patches one map)."""
-    shards = sorted(folder.glob("*.safetensors"))
-    if [s.name for s in shards] == [layout.MODEL]:
-        return
-    if not shards:
-        raise CorruptObject("the anchor holds no .safetensors file")
-    state: dict[str, Bits] = {}
-    schema: dict[str, TensorSpec] = {}
-    for shard in shards:
-        mapped = MappedState(shard)
-        state |= mapped.state
-        schema |= mapped.schema
-    (folder / layout.MODEL).write_bytes(pack_state(state, schema))
-    for path in (*(s for s in shards if s.name != layout.MODEL), *folder.glob("*.safetensors.index.json")):
-        path.unlink()
-
-
 def _write_redo(path: Path, patches: Patches, identity: Identity, sums: Sums) -> None:
-    tensors: dict[str, tuple[TensorSpec, bytes | memoryview]] = {}
-    for name, (index, _) in patches.items():
+    arrays: dict[str, NDArray[Any]] = {}
+    for name, (index, values) in patches.items():
+        arrays[f"v:{name}"] = values
         if index is not None:
-            tensors[f"i:{name}"] = (TensorSpec("I64", (len(index),)), index.astype("<i8").tobytes())
-    for name, (_, values) in patches.items():
-        kind = {1: "U8", 2: "U16", 4: "U32", 8: "U64"}[values.dtype.itemsize]
-        tensors[f"v:{name}"] = (TensorSpec(kind, (len(values),)), values.tobytes())
-    _write_durably(path, pack(tensors, {"identity": str(identity), "digest": sums.text()}))
+            arrays[f"i:{name}"] = index
+    write_arrays(path, arrays, {"identity": str(identity), "digest": sums.text()})
 
 
 def _read_redo(path: Path, schema: Schema) -> tuple[dict[str, tuple[NDArray[Any] | None, Bits]], Identity, Sums]:
-    data = path.read_bytes()
-    metadata, entries = parse_header(data, path.name)
-    patches: dict[str, tuple[NDArray[Any] | None, Bits]] = {}
-    for name in schema:
-        if f"v:{name}" in entries:
-            index = view(data, entries[f"i:{name}"]).view("<i8") if f"i:{name}" in entries else None
-            patches[name] = (index, view(data, entries[f"v:{name}"]))
+    arrays, metadata = read_arrays(path)
+    patches = {n: (arrays.get(f"i:{n}"), arrays[f"v:{n}"]) for n in schema if f"v:{n}" in arrays}
     return patches, Identity.parse(metadata["identity"]), Sums.parse(metadata["digest"])
 
 

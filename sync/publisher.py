@@ -3,33 +3,43 @@
     idle ──offer(state)──▶ diff on the caller's thread ──▶ in flight: encode, upload, commit head, advance base ──▶ idle
                             │ (in flight: no difference is taken; the next offer merges what was skipped)
 
-The base is always the last *committed* version. When the deltas since the last anchor outweigh `anchor_share` full
-copies, a complete checkpoint of the new version is stored as well.
+The base is always the last *committed* version. It lies in a mirror, memory-mapped, so a publisher that starts again
+follows its own channel to the head and goes on with one delta. Anchors and spans go up behind (`sync/compact.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-from numpy.typing import NDArray
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from . import layout
-from .canonical import canonical_json, sha256_hex
+from .base import Base, Elsewhere
 from .clock import REAL, Clock
-from .codec import CODECS, Patch, diff, encode, patched, scatter
-from .digest import Sums, state_sums
-from .errors import ConfigError, DeltawireError, InvalidRequest, SchemaChanged
+from .codec import CODECS
+from .compact import Committed, Compactor
+from .errors import ConfigError, InvalidRequest, RejectError, ResyncError, SchemaChanged, StoreUnavailable
 from .events import Emit, emitter
-from .safetensors_io import pack_state, parse_header, view
-from .schema.artifacts import Artifact
+from .own_terms import OwnTerms
+from .patchfile import PatchFile
+from .safetensors_io import SHARD_BYTES
 from .schema.base import Identity
-from .schema.wire import Harness, Manifest
-from .stores.base import Store
-from .tensors import State, TensorSpec, bits, require_fit, schema_digest, schema_of, state_bytes
+from .schema.wire import Harness, Manifest, Ref
+from .stores.base import Content, Store
+from .tensors import Schema, State, schema_digest, state_bytes
 from .term import Term, TermOptions
+
+T = TypeVar("T")
+MOST_DELTAS = 4096
+"""Deltas after which an anchor is due however small they are: catchup lists name them all."""
+FEW_BEHIND, MOST_BEHIND = 8, 64
+"""Versions that may wait for compaction: with more than a few it only composes, beyond the most it skips some."""
 
 
 class Stamp(NamedTuple):
@@ -57,34 +67,71 @@ class Published(NamedTuple):
 
 @dataclass(frozen=True)
 class PublisherOptions:
-    """codec: raw or fast. anchor_share: a new anchor when deltas outweigh this many full copies."""
+    """codec: raw, fast or tight. anchor_share: a new anchor when deltas outweigh this many full copies. largest_span:
+    versions in the longest span, a power of two (0: no spans). shard_bytes: most bytes of one file of an anchor."""
 
     codec: str = "fast"
     anchor_share: float = 4.0
+    largest_span: int = 1024
+    shard_bytes: int = SHARD_BYTES
     term: TermOptions = field(default_factory=TermOptions)
+
+    def __post_init__(self) -> None:
+        if self.codec not in CODECS:
+            raise ConfigError(f"codec {self.codec!r} is unknown; use one of {', '.join(CODECS)}")
+        if self.largest_span < 0 or self.largest_span & (self.largest_span - 1):
+            raise ConfigError(f"largest_span is {self.largest_span}; use a power of two, or 0 for no spans")
+
+
+class Worker(Protocol):
+    """One thread of its own for jobs in order; the future needs `done`, `result` and `exception`."""
+
+    def submit(self, fn: Callable[..., None], /, *args: Any) -> Future[None]:
+        """Run `fn(*args)` after the jobs before it."""
+        ...
+
+    def shutdown(self, wait: bool = True) -> None:  # noqa: FBT001, FBT002 - the signature of concurrent.futures
+        """Take no more jobs, and wait for those there are."""
+        ...
+
+
+def _thread(name: str) -> Worker:
+    return ThreadPoolExecutor(1, thread_name_prefix=name)
 
 
 class Publisher:
-    """The one writer of a weights channel. Call it from one thread; work in flight has a thread of its own.
+    """The one writer of a weights channel. Call it from one thread; work in flight has threads of its own.
 
     side_files: config, tokenizer and the like (name → bytes), stored with every anchor so that it loads as an
-    ordinary checkpoint. An error of work in flight is raised by the next call, and ends the publisher.
+    ordinary checkpoint. work: a folder for the base and for patches, kept between runs so that a restart needs no
+    download and claims its own channel at once; None: a temporary one. on_sent is called on the publishing thread when
+    a head was sent (a hint for followers, one listing earlier), on_commit when it was confirmed. An error of work in
+    flight is raised by the next call, and ends the publisher.
     """
 
     def __init__(
         self, store: Store, *, channel: str = "weights", side_files: Mapping[str, bytes] | None = None,
         options: PublisherOptions | None = None, clock: Clock = REAL, emit: Emit | None = None,
-        on_commit: Callable[[Published], None] | None = None,
+        on_commit: Callable[[Published], None] | None = None, on_sent: Callable[[], None] | None = None,
+        work: Path | None = None,
+        executor: Callable[[str], Worker] = _thread,
     ) -> None:  # fmt: skip
-        self._store, self._channel, self._side_files = store, channel, dict(side_files or {})
+        self._store, self._channel, self._side_files = store, channel, _checked(side_files or {})
         self._options, self._clock = options or PublisherOptions(), clock
         self._emit, self._on_commit = emit or emitter("publisher", "none"), on_commit or (lambda _: None)
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"publish-{channel}")
+        self._on_sent = on_sent or (lambda: None)
+        self._executor, self._given_work = executor, work
+        self._work: Path | None = None
+        self._publishing: Worker | None = None
+        self._compacting: Worker | None = None
         self._job: Future[None] | None = None
+        self._behind: Future[None] | None = None
+        self._queued, self._count = 0, threading.Lock()
+        self._closing = False
         self._term: Term | None = None
-        self._base: dict[str, NDArray[Any]] = {}
-        self._schema: dict[str, TensorSpec] = {}
-        self._since_anchor = 0
+        self._base: Base | None = None
+        self._compactor: Compactor | None = None
+        self._since_anchor = self._deltas = self._copies = 0
         self.history: list[Published] = []
 
     @property
@@ -97,23 +144,63 @@ class Publisher:
         """True while the outcome of a publish is not known."""
         return self._job is not None and not self._job.done()
 
-    def open(self, state: State, stamp: Stamp, *, takeover: bool = False) -> Identity:
-        """Claim the channel and publish `state` (name → array; uint16 is BF16) as an anchor; waits for the commit.
+    @property
+    def base(self) -> Base:
+        """The state of the last committed version, as the next difference will be taken against it."""
+        return _opened(self._base)
 
-        Raises Fenced when another writer owns the channel, ConfigError when the codec is unknown.
+    def open(self, state: State, stamp: Stamp, *, takeover: bool = False) -> Identity:
+        """Claim the channel and publish `state` (name → array; uint16 is BF16); waits for the commit.
+
+        A new channel begins with an anchor. On a channel that has versions this publisher first follows it to its head,
+        and `state`, older or newer, goes up as one delta from there; an anchor only when the head cannot be reached or
+        has other tensors. Raises Fenced when another writer owns the channel.
         """
-        if self._options.codec not in CODECS:
-            raise ConfigError(f"codec {self._options.codec!r} is unknown; use one of {', '.join(CODECS)}")
         if self._term is not None:
             raise InvalidRequest("this publisher is open already")
-        self._term = Term.claim(
-            self._store, self._channel, takeover=takeover, options=self._options.term, clock=self._clock
-        )
-        self._submit(self._publish_anchor, {n: a.copy() for n, a in state.items()}, stamp, 0.0)
+        try:
+            self._claim(takeover=takeover)
+            self._resume()
+        except BaseException:
+            self.close()
+            raise
+        self._offer(state, stamp)
         self.wait()
         return self.history[-1].identity
 
-    def offer(self, state: State, stamp: Stamp) -> bool:
+    def _claim(self, *, takeover: bool) -> None:
+        work = self._work = self._given_work or Path(tempfile.mkdtemp(prefix="deltawire-publisher-"))
+        try:
+            work.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{work}: cannot hold the publisher's base ({error.strerror}); choose another") from None
+        self._base = Base(work, self._side_files, self._options.shard_bytes, self._emit)
+        own = OwnTerms(work, self._channel)
+        term = self._term = Term.claim(
+            self._store, self._channel, takeover=takeover, options=self._options.term, clock=self._clock,
+            own=own, at_least=self._base.identity,
+        )  # fmt: skip
+        self._publishing = self._executor(f"publish-{self._channel}")
+        self._compacting = self._executor(f"compact-{self._channel}")
+        self._compactor = Compactor(term, work / "patches", self._emit, self._options.largest_span)
+
+    def _resume(self) -> None:
+        """Bring the base to the head; without one, or without a way to it, the next version is an anchor."""
+        base, head = self.base, _opened(self._term).head
+        if head.manifest is None:
+            return base.forget()
+        try:
+            base.follow(self._store, head)
+        except (ResyncError, RejectError) as error:
+            self._emit("base_lost", head=head.identity, why=str(error))
+            return base.forget()
+        _opened(self._compactor).adopt(_opened(self._term).refs)
+        after = _after_newest_anchor(_opened(self._term))
+        self._since_anchor, self._deltas = sum(r.payload for r in after), len(after)
+        self._emit("resumed", version=base.identity)
+        return None
+
+    def offer(self, state: State | Elsewhere, stamp: Stamp) -> bool:
         """At a step boundary: take the difference to the base and publish it behind; False while one is in flight.
 
         `state` is read before this returns and may change afterwards. Raises what the publish before failed with.
@@ -121,174 +208,191 @@ class Publisher:
         if self.busy:
             return False
         self._settle()
-        started = self._clock.monotonic()
-        try:
-            require_fit(state, self._schema)
-            patch = diff(self._base, state, self._schema)
-        except SchemaChanged:
-            copy = {n: a.copy() for n, a in state.items()}
-            self._submit(self._publish_anchor, copy, stamp, self._clock.monotonic() - started)
-            return True
-        self._submit(self._publish_delta, patch, stamp, self._clock.monotonic() - started)
+        self._offer(state, stamp)
         return True
+
+    def _offer(self, state: State | Elsewhere, stamp: Stamp) -> None:
+        started = self._clock.monotonic()
+        with _disk_errors(self._work):
+            try:
+                patch = self.base.diff(state)
+            except SchemaChanged:
+                schema = self.base.stage(state if isinstance(state, Mapping) else state.fetch())
+                self._submit(self._publish_anchor, schema, stamp, self._clock.monotonic() - started)
+                return
+        self._submit(self._publish_delta, patch, stamp, self._clock.monotonic() - started)
 
     def flush(self, state: State, stamp: Stamp) -> Identity:
         """Wait for what is in flight, publish `state` if it differs from the base, and wait for that too."""
         self.wait()
         before = self.history[-1].stamp if self.history else None
-        if before != stamp or not self._holds(state):
+        if before != stamp or not self.base.equals(state):
             self.offer(state, stamp)
             self.wait()
         return self.history[-1].identity
 
-    def _holds(self, state: State) -> bool:
-        try:
-            require_fit(state, self._schema)
-        except SchemaChanged:
-            return False
-        return not diff(self._base, state, self._schema)
-
     def wait(self) -> None:
         """Wait until nothing is in flight; raises what it failed with. Bounded by the term's deadline."""
         if self._job is not None:
-            wait([self._job])
+            self._job.exception()
         self._settle()
+
+    def wait_behind(self) -> None:
+        """Wait for anchors, spans and collecting too; raises what they failed with."""
+        self.wait()
+        if self._behind is not None:
+            self._behind.result()
 
     def settled(self, seconds: float) -> bool:
         """Wait at most `seconds` for what is in flight; True when nothing is. Any thread may call it."""
-        job = self._job
-        return job is None or not wait([job], seconds).not_done
+        try:
+            if self._job is not None:
+                self._job.exception(seconds)
+        except TimeoutError:
+            return False
+        return True
 
     def close(self) -> None:
-        """Wait, mark the head closed, end the thread. Safe to call twice and after an error."""
+        """Wait, mark the head closed, end the threads. Safe to call twice and after an error.
+
+        What compaction has under way is finished and named by the last head; what only waits is not sent.
+        """
+        self._closing = True
         if self._job is not None:
-            wait([self._job])
-        failed = self._job is not None and self._job.exception() is not None
-        self._pool.shutdown()
-        if self._term is not None and not failed and not self._term.head.closed:
-            self._term.close()
+            self._job.exception()
+        for worker in (self._publishing, self._compacting):
+            if worker is not None:
+                worker.shutdown()
+        try:
+            if self._term is not None and not self._term.over and not self._term.head.closed:
+                self._term.close()
+        finally:
+            if self._base is not None:
+                with _disk_errors(self._work):
+                    self._base.close()
+            if self._work is not None and self._given_work is None:
+                shutil.rmtree(self._work, ignore_errors=True)
 
     def _settle(self) -> None:
         if self._term is None:
             raise InvalidRequest("open the publisher first")
-        if self._job is not None and self._job.done():
-            self._job.result()
+        for job in (self._job, self._behind):
+            if job is not None and job.done():
+                job.result()
 
     def _submit(self, work: Callable[..., None], *args: Any) -> None:
-        self._job = self._pool.submit(work, *args)
+        self._job = _opened(self._publishing).submit(self._published, work, *args)
 
     # --- on the publisher's own thread
 
-    def _publish_anchor(self, state: dict[str, NDArray[Any]], stamp: Stamp, diff_seconds: float) -> None:
-        started = self._clock.monotonic()
-        schema = schema_of(state)
-        digest = state_sums(state, schema).text()
-        objects = {**self._side_files, layout.MODEL: pack_state(state, schema)}
+    def _published(self, work: Callable[..., None], *args: Any) -> None:
+        with _disk_errors(self._work):
+            work(*args)
+
+    def _publish_anchor(self, schema: Schema, stamp: Stamp, diff_seconds: float) -> None:
+        started, before = self._clock.monotonic(), _opened(self._term).head.manifest
+        digest, objects = self.base.staged()
         manifest = self._commit("anchor", objects, stamp, {"state_digest": digest}, schema)
-        self._base, self._schema, self._since_anchor = state, schema, 0
+        self.base.install(manifest)
+        self._since_anchor = self._deltas = 0
         self._record(manifest, stamp, 0, diff_seconds, started)
+        self._compact(Committed(manifest, before, None, None, self.base.schema))
 
-    def _publish_delta(self, patch: Patch, stamp: Stamp, diff_seconds: float) -> None:
-        started = self._clock.monotonic()
-        last = self._require_term().head.manifest
-        assert last is not None
-        objects: dict[str, bytes] = {}
-        digest = last.state_digest
-        if patch:
-            encoded = encode(patch, self._schema, self._options.codec, lambda n: self._patched(n, patch), self._base)
-            objects[layout.DELTA] = encoded.data
-            digest = Sums.parse(digest).minus(encoded.removed).plus(encoded.added).text()
-        facts = {"state_digest": digest, "base_digest": last.state_digest, "codec": self._options.codec}
-        manifest = self._commit("delta", objects, stamp, facts, self._schema)
-        for name, change in patch.items():
-            scatter(self._base[name], change.index, change.new)
-        changed = sum(len(c.index) for c in patch.values())
+    def _publish_delta(self, patch: PatchFile, stamp: Stamp, diff_seconds: float) -> None:
+        started, before = self._clock.monotonic(), _opened(self._term).head.manifest
+        assert before is not None
+        payloads, digest, change = self.base.encode(patch, self._options.codec)
+        objects: dict[str, Content] = dict(zip(layout.delta_names(len(payloads)), payloads, strict=True))
+        facts = {"state_digest": digest, "base_digest": before.state_digest, "codec": self._options.codec}
+        manifest = self._commit("delta", objects, stamp, facts, self.base.schema)
+        self.base.advance(patch, manifest, change)
         self._since_anchor += manifest.payload_bytes
-        self._record(manifest, stamp, changed, diff_seconds, started)
-        if self._since_anchor > self._options.anchor_share * state_bytes(self._schema):
-            self._store_anchor(manifest)
+        self._record(manifest, stamp, patch.changes, diff_seconds, started)
+        copy = None
+        self._deltas += 1
+        due = self._since_anchor > self._options.anchor_share * state_bytes(self.base.schema)
+        due = due or self._deltas >= MOST_DELTAS
+        if due and self._copies == 0:  # one anchor in flight
+            copy = self._private_copy()
+        self._compact(Committed(manifest, before, patch, copy, self.base.schema))
 
-    def _patched(self, name: str, patch: Patch) -> NDArray[Any]:
-        return patched(bits(self._base[name]), patch[name])
+    def _private_copy(self) -> Path | None:
+        """What an anchor is made from; without room for it the anchor waits for a later version."""
+        try:
+            copy = self.base.copy()
+        except OSError as error:
+            self._emit("compact_failed", what="a copy for an anchor", error=type(error).__name__, why=str(error))
+            return None
+        self._since_anchor, self._deltas, self._copies = 0, 0, 1
+        return copy
 
-    def _store_anchor(self, manifest: Manifest) -> None:
-        """Store a complete checkpoint of a committed version, after its digest was recomputed from the file."""
-        data = pack_state(self._base, self._schema)
-        _, entries = parse_header(data, layout.MODEL)
-        found = state_sums({n: view(data, e) for n, e in entries.items()}, self._schema).text()
-        if found != manifest.state_digest:
-            raise DeltawireError(
-                f"anchor {manifest.identity} gives digest {found}, not {manifest.state_digest}: report it"
-            )
-        self._require_term().add_anchor(manifest, {**self._side_files, layout.MODEL: data})
-        self._since_anchor = 0
-        self._emit("anchor", version=manifest.identity, bytes=len(data))
+    def _compact(self, done: Committed) -> None:
+        if done.patch is not None and self._queued >= MOST_BEHIND:
+            done.patch.remove()  # the disk is no endless queue: a break in the spans costs late readers a few deltas
+            done = done._replace(patch=None)
+        with self._count:
+            self._queued += 1
+        self._behind = _opened(self._compacting).submit(self._compact_one, done)
+
+    def _compact_one(self, done: Committed) -> None:
+        with self._count:
+            self._queued -= 1
+        try:
+            _opened(self._compactor).after(done, more=self._queued > FEW_BEHIND or self._closing)
+        finally:
+            if done.copy is not None:
+                self._copies = 0
 
     def _commit(
-        self,
-        kind: str,
-        objects: Mapping[str, bytes],
-        stamp: Stamp,
-        facts: dict[str, Any],
-        schema: dict[str, TensorSpec],
+        self, kind: str, objects: Mapping[str, Content], stamp: Stamp, facts: dict[str, Any], schema: Schema
     ) -> Manifest:
-        facts |= {
-            "step": stamp.step,
-            "sync": stamp.sync,
-            "harness": stamp.harness,
-            "schema_digest": schema_digest(schema),
-        }
-        return self._require_term().commit(kind, objects, facts)
+        said = {"step": stamp.step, "sync": stamp.sync, "harness": stamp.harness}
+        facts = {**facts, **said, "schema_digest": schema_digest(schema)}
+        return _opened(self._term).commit(kind, objects, facts, sent=self._on_sent)
 
     def _record(self, manifest: Manifest, stamp: Stamp, changed: int, diff_seconds: float, started: float) -> None:
-        elements = sum(s.size for s in self._schema.values())
+        schema = self.base.schema
         done = Published(
-            manifest.identity, stamp, manifest.kind, manifest.payload_bytes, state_bytes(self._schema), changed,
-            elements, diff_seconds, self._clock.monotonic() - started,
+            manifest.identity, stamp, manifest.kind, manifest.payload_bytes, state_bytes(schema), changed,
+            sum(s.size for s in schema.values()), diff_seconds, self._clock.monotonic() - started,
         )  # fmt: skip
         self.history.append(done)
         self._emit("publish", version=done.identity, kind=done.kind, bytes=done.payload, step=stamp.step)
         self._on_commit(done)
 
-    def _require_term(self) -> Term:
-        if self._term is None:
-            raise InvalidRequest("open the publisher first")
-        return self._term
+
+@contextmanager
+def _disk_errors(work: Path | None) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StoreUnavailable(
+            f"the disk of {work} failed ({error.strerror or error}) at {error.filename or 'a write'}; free some space "
+            "and start again: what was committed stays"
+        ) from error
 
 
-class ArtifactPublisher:
-    """The one writer of an artifact channel; every call waits for its commit."""
+def _checked(side_files: Mapping[str, bytes]) -> dict[str, bytes]:
+    for name in side_files:
+        ours = name == layout.MANIFEST or name.endswith((".safetensors", ".safetensors.index.json"))
+        if ours or not layout.is_key_part(name):
+            raise ConfigError(
+                f"{name!r} cannot lie beside an anchor's weights: it is "
+                + (
+                    "a name that anchors use themselves"
+                    if ours
+                    else "no name of letters, digits, dot, dash, underscore"
+                )
+            )
+    return dict(side_files)
 
-    def __init__(self, store: Store, channel: str, *, options: TermOptions | None = None, clock: Clock = REAL) -> None:
-        self._store, self._channel, self._clock = store, channel, clock
-        self._options = options
-        self._term: Term | None = None
 
-    @property
-    def identity(self) -> Identity | None:
-        """The last committed version."""
-        return self._term.head.identity if self._term else None
+def _opened(part: T | None) -> T:
+    if part is None:
+        raise InvalidRequest("open the publisher first")
+    return part
 
-    def open(self, *, takeover: bool = False) -> None:
-        """Claim the channel. Raises Fenced when another writer owns it."""
-        self._term = Term.claim(self._store, self._channel, takeover=takeover, options=self._options, clock=self._clock)
 
-    def publish(self, artifact: Artifact, *, measured_against: Identity | None, step: int = 0) -> Identity:
-        """Commit `artifact` as the next version, with the weights version it was computed on.
-
-        After an error this publisher is over (StopError); opening it again claims a new epoch.
-        """
-        if self._term is None:
-            raise InvalidRequest("open the artifact publisher first")
-        data = canonical_json(artifact.model_dump(mode="json"))
-        facts = {
-            "state_digest": f"sha256:{sha256_hex(data)}",
-            "step": step,
-            "measured_against": str(measured_against) if measured_against else None,
-        }
-        return self._term.commit("document", {layout.DOCUMENT: data}, facts).identity
-
-    def close(self) -> None:
-        """Mark the head closed; nothing is written when an error ended the term."""
-        if self._term is not None and not self._term.head.closed and not self._term.over:
-            self._term.close()
+def _after_newest_anchor(term: Term) -> list[Ref]:
+    newest = max((r.version for r in term.refs if r.kind == "anchor"), default=0)
+    return [r for r in {r.key: r for r in term.refs}.values() if r.kind == "delta" and r.version > newest]

@@ -14,7 +14,7 @@ import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic.fields import FieldInfo
@@ -66,7 +66,10 @@ def add_flags(parser: argparse.ArgumentParser, model: type[Settings]) -> None:
     for path, field in leaves(model).items():
         flag = "--" + ".".join(path).replace("_", "-")
         about = f"{field.description or ''} ({_default(field)})".strip()
-        group.add_argument(flag, dest="set:" + ".".join(path), metavar="VALUE", help=about.replace("%", "%%"))
+        several = "append" if get_origin(field.annotation) is tuple else "store"
+        group.add_argument(
+            flag, dest="set:" + ".".join(path), metavar="VALUE", action=several, help=about.replace("%", "%%")
+        )
 
 
 def load(model: type[S], role: str, args: argparse.Namespace, environ: Mapping[str, str] | None = None) -> S:
@@ -122,7 +125,8 @@ def _given(
             origin[".".join(path)] = f"in ${variable}"
         flag = getattr(args, "set:" + ".".join(path), None)
         if flag is not None:
-            _put(merged, path, _value(flag))
+            one = flag[0] if isinstance(flag, list) and len(flag) == 1 else flag
+            _put(merged, path, one if isinstance(one, list) else _value(one))
             origin[".".join(path)] = f"in --{'.'.join(path).replace('_', '-')}"
     return merged, origin
 

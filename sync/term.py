@@ -7,75 +7,97 @@ not prevented: each term writes a head file of its own, and the higher epoch win
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import hashlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from . import layout
-from .canonical import sha256_hex
+from .canonical import seal, sha256_hex
 from .clock import REAL, Clock
-from .errors import ConfigError, Fenced, StopError, StoreUnavailable
-from .fetch import checked_bytes
-from .heads import newest, read_head
-from .schema.wire import MAX_RECENT, Catchup, CatchupRef, Head, Manifest, ObjectEntry, Parent, Ref, parse
-from .stores.base import Store
+from .errors import ConfigError, Fenced, InvalidRequest, StopError, StoreUnavailable
+from .heads import newest, read_catchup, read_head
+from .own_terms import OwnTerms
+from .schema.base import Identity
+from .schema.wire import MAX_RECENT, Catchup, CatchupRef, Head, Manifest, ObjectEntry, Parent, Ref
+from .stores.base import Content, ObjectInfo, Store, content_size
 
 TAKEOVER_SECONDS = 600.0
+MAX_EPOCH, MAX_VERSION = 999_999, 9_999_999_999
+MAX_DOCUMENTS = 10_000
+"""Artifact versions that a catchup list names; they are small, and rollouts name them long after."""
 
 
 @dataclass(frozen=True)
 class TermOptions:
-    """settle: seconds between a claim and the look for rivals. deadline: seconds a commit may be retried.
+    """settle: seconds between a claim and the look for rivals (None: the store's lag). deadline: seconds a write may be
+    retried.
 
-    catchup_every: versions between two catchup lists. keep_anchors: anchors (and what follows the oldest of them)
-    that the catchup list names; a follower that is further behind takes the newest anchor.
+    catchup_every: references in a head before a catchup list is written. keep_anchors: anchors (and what follows the
+    oldest of them) that are kept; a follower that is further behind takes the newest anchor. grace: seconds between a
+    collecting plan and its deletes. collect_every: versions between two looks for what can be collected (0: never).
     """
 
-    settle: float = 0.0
+    settle: float | None = None
     deadline: float = 120.0
     catchup_every: int = 16
     keep_anchors: int = 2
+    grace: float = 3600.0
+    collect_every: int = 64
 
     def __post_init__(self) -> None:
-        if not 0 <= self.catchup_every <= MAX_RECENT - 2 or self.keep_anchors < 1:
+        if not 0 <= self.catchup_every <= MAX_RECENT // 2 or self.keep_anchors < 1:
             raise ConfigError(
-                f"catchup_every is {self.catchup_every} (0 to {MAX_RECENT - 2} is possible), keep_anchors is "
+                f"catchup_every is {self.catchup_every} (0 to {MAX_RECENT // 2} is possible), keep_anchors is "
                 f"{self.keep_anchors} (1 or more)"
             )
+        if self.grace < 0 or self.collect_every < 0:
+            raise ConfigError(f"grace is {self.grace}, collect_every is {self.collect_every}: neither can be negative")
 
 
 class Term:
-    """A claimed term. Not thread-safe: one thread commits.
+    """A claimed term. One thread commits; `put_behind` and `add` may be called from one other.
 
-    After any raised error the term is `over`: every later call raises StopError and writes nothing, because a version
-    number whose outcome is unknown must not get another content.
+    After any raised error of a claim, commit, refresh or close the term is `over`: every later call raises StopError
+    and writes nothing, because a version number whose outcome is unknown must not get another content.
     """
 
-    def __init__(self, store: Store, head: Head, known: tuple[Ref, ...], options: TermOptions, clock: Clock) -> None:
-        self._store, self._options, self._clock = store, options, clock
-        self._known = known
-        self._anchored = False
+    def __init__(self, store: Store, head: Head, listed: tuple[Ref, ...], options: TermOptions, clock: Clock) -> None:
+        self.store, self.options, self._clock = store, options, clock
+        self._listed = listed
+        self._news: list[Ref] = []
+        self._lock = threading.Lock()
+        self.wanted_floor = head.floor
+        self.now = 0.0
         self.head = head
         self.over = False
 
     @classmethod
     def claim(
         cls, store: Store, channel: str, *, takeover: bool = False, options: TermOptions | None = None,
-        clock: Clock = REAL,
+        clock: Clock = REAL, own: OwnTerms | None = None, at_least: Identity | None = None,
     ) -> Term:  # fmt: skip
         """Claim the next epoch of a channel (a new channel starts at epoch 1).
 
-        Raises Fenced when the present head is younger than 10 minutes by the store's clock, not closed, and
-        `takeover` is not set; or when a rival claimed the same epoch meanwhile.
+        own: the terms that this process may go on from, to which the new one is added before it is written; at_least: a
+        version that it knows to be committed in one of them, so that an older head is known to be a stale look.
+        Raises Fenced when the present head is younger than 10 minutes by the store's clock, not closed, not the one
+        that is resumed, and `takeover` is not set; or when a rival claimed the same epoch meanwhile.
         """
         options = options or TermOptions()
         writer = clock.token_hex(8)
-        heads = newest(store.list(layout.HEADS)).get(channel, [])
-        adopted = [read_head(store, key) for key, _ in heads]
-        if heads and not takeover and not all(h.closed for h in adopted):
-            _refuse_if_young(store, channel, max(i.uploaded_at for _, i in heads), writer)
-        old = max(adopted, key=lambda h: h.version if h.version is not None else -1, default=None)
+        own = own or OwnTerms(None, channel)
+        old, listed = _adopt(store, channel, options, clock, takeover=takeover, own=own.read(), at_least=at_least)
+        if old is not None and old.epoch >= MAX_EPOCH:
+            raise ConfigError(
+                f"channel {channel!r} of {store.url} is at epoch {old.epoch}, the last one; use another run"
+            )
+        own.add(writer)
         head = Head(
             channel=channel,
             channel_uid=old.channel_uid if old else clock.token_hex(8),
@@ -87,79 +109,130 @@ class Term:
             catchup=old.catchup if old else None,
             recent=old.recent if old else (),
         )
-        known = () if old is None else (*read_catchup(store, old), *old.recent)
-        term = cls(store, head, known, options, clock)
+        term = cls(store, head, listed, options, clock)
         with term._step():
             term._put({layout.head_key(channel, head.epoch, writer): head.to_bytes()}, "claim")
-            clock.sleep(options.settle)
+            clock.sleep(store.lag if options.settle is None else options.settle)
             term.check_fence()
         return term
 
     @property
     def next_version(self) -> int:
-        """The number that the next commit gets."""
-        return 0 if self.head.version is None else self.head.version + 1
+        """The number that the next commit gets. Raises StopError after the last one that a key can hold."""
+        number = 0 if self.head.version is None else self.head.version + 1
+        if number > MAX_VERSION:
+            raise StopError(f"channel {self.head.channel!r} has used up its version numbers; use another run")
+        return number
+
+    @property
+    def refs(self) -> tuple[Ref, ...]:
+        """Everything that the head and its catchup list name."""
+        return (*self._listed, *self.head.recent)
 
     def check_fence(self) -> None:
-        """Raise Fenced when the store lists a head of our epoch or above that is not ours."""
+        """Raise Fenced when the store lists a head of our epoch or above that is not ours. A listing that lacks our own
+        head is stale and is asked for again, until the deadline."""
+        self._retried(self._own_head, f"the look for rivals of epoch {self.head.epoch}")
+
+    def _own_head(self) -> ObjectInfo:
+        """Our head as the store lists it. Raises Fenced for a rival's, StoreUnavailable when ours is not there."""
         ours = layout.HeadKey(self.head.channel, self.head.epoch, self.head.writer)
+        found = {k: i for i in self.store.list(layout.HEADS) if (k := layout.parse_head_key(i.key)) is not None}
+        for key, info in found.items():
+            if key.channel == ours.channel and key.epoch >= ours.epoch and key != ours:
+                raise Fenced(
+                    f"channel {ours.channel!r} of {self.store.url} was claimed by writer {key.writer} (epoch "
+                    f"{key.epoch}) at {info.uploaded_at:.0f}; this writer ({ours.writer}, epoch {ours.epoch}) stops"
+                )
+        if ours not in found:
+            raise StoreUnavailable(f"{layout.head_key(*ours)} was written but is not listed")
+        return found[ours]
 
-        def look() -> None:
-            for key, info in newest(self._store.list(layout.HEADS)).get(ours.channel, []):
-                if key.epoch >= ours.epoch and key != ours:
-                    raise Fenced(
-                        f"channel {ours.channel!r} of {self._store.url} was claimed by writer {key.writer} (epoch "
-                        f"{key.epoch}) at {info.uploaded_at:.0f}; this writer ({ours.writer}, epoch {ours.epoch}) stops"
-                    )
-
-        self._retried(look, f"the look for rivals of epoch {ours.epoch}")
-
-    def commit(self, kind: str, objects: Mapping[str, bytes], facts: Mapping[str, Any]) -> Manifest:
-        """Commit the next version from its objects (name → bytes) and manifest fields (`facts`).
+    def commit(
+        self, kind: str, objects: Mapping[str, Content], facts: Mapping[str, Any], *,
+        sent: Callable[[], None] = lambda: None,
+    ) -> Manifest:  # fmt: skip
+        """Commit the next version from its objects (name → content) and manifest fields (`facts`). `sent` is called
+        when the head was sent and not yet confirmed: readers may look.
 
         Returns the manifest when the head that embeds it is confirmed. Raises StoreUnavailable at the deadline (the
         outcome is then unknown) and Fenced when another writer took over.
         """
         with self._step():
-            return self._commit(kind, objects, facts)
-
-    def _commit(self, kind: str, objects: Mapping[str, bytes], facts: Mapping[str, Any]) -> Manifest:
-        version = self.next_version
-        name = layout.version_name(version, self.head.epoch, self.head.writer)
-        place = layout.anchor_folder if kind == "anchor" else layout.version_folder
-        folder = place(self.head.channel, name)
-        manifest = self._manifest(kind, version, objects, facts)
-        batch = {folder + n: data for n, data in objects.items()} | {folder + layout.MANIFEST: manifest.to_bytes()}
-        ref = Ref.to(manifest, folder + layout.MANIFEST)
-        catchup, recent = self.head.catchup, (*self.head.recent, ref)
-        if self._anchored or kind == "anchor" or len(recent) > self._options.catchup_every:
-            self._known = _live(self._known, self._options.keep_anchors)
-            key = layout.catchup_key(self.head.channel, name)
-            listing = Catchup(channel=self.head.channel, channel_uid=self.head.channel_uid, refs=self._known)
-            batch[key] = listing.to_bytes()
-            catchup, recent = CatchupRef(key=key, size=len(batch[key]), sha256=sha256_hex(batch[key])), (ref,)
-        self._put(batch, f"version {manifest.identity}")
-        changes = {"version": version, "manifest": manifest, "catchup": catchup, "recent": recent}
-        self._write_head(self.head.model_copy(update=changes))
-        self._known, self._anchored = (*self._known, ref), False
+            version = self.next_version
+            name = layout.version_name(version, self.head.epoch, self.head.writer)
+            place = layout.anchor_folder if kind == "anchor" else layout.version_folder
+            folder = place(self.head.channel, name)
+            manifest = self._manifest(kind, version, objects, facts)
+            batch: dict[str, Content] = {folder + n: data for n, data in objects.items()}
+            batch[folder + layout.MANIFEST] = manifest.to_bytes()
+            ref = Ref.to(manifest, folder + layout.MANIFEST)
+            changes = self._names(name, batch, ref)
+            self._put(batch, f"version {manifest.identity}")
+            self._write_head(self.head.model_copy(update={"version": version, "manifest": manifest, **changes}), sent)
         return manifest
 
-    def add_anchor(self, version: Manifest, objects: Mapping[str, bytes]) -> None:
-        """Store a complete checkpoint of an already committed version; the next catchup list names it."""
-        name = layout.version_name(version.version, version.epoch, version.writer)
-        folder = layout.anchor_folder(self.head.channel, name)
-        facts = {"kind": "anchor", "objects": _entries(objects), "base_digest": None, "parent": None, "codec": ""}
-        manifest = version.model_copy(update=facts)
-        batch = {folder + n: data for n, data in objects.items()} | {folder + layout.MANIFEST: manifest.to_bytes()}
+    def refresh(self, *, closed: bool = False) -> None:
+        """Write the head again, with what was added since and the wanted floor; `closed`: this term publishes nothing
+        more."""
         with self._step():
-            self._put(batch, f"anchor {version.identity}")
-        self._known = (*self._known, Ref.to(manifest, folder + layout.MANIFEST))
-        self._anchored = True
+            changes: dict[str, Any] = {"closed": closed}
+            if self._news or self.wanted_floor > self.head.floor:
+                batch: dict[str, Content] = {}
+                number = 0 if self.head.version is None else self.head.version
+                name = layout.version_name(number, self.head.epoch, self.token())
+                changes |= self._names(name, batch, None)
+                if batch:
+                    self._put(batch, "catchup list")
+            self._write_head(self.head.model_copy(update=changes))
 
     def close(self) -> None:
         """Say in the head that this term publishes nothing more."""
-        with self._step():
-            self._write_head(self.head.model_copy(update={"closed": True}))
+        self.refresh(closed=True)
+
+    def add(self, manifest: Manifest, folder: str) -> None:
+        """Name a stored anchor or span from the next head on."""
+        with self._lock:
+            self._news.append(Ref.to(manifest, folder + layout.MANIFEST))
+
+    def monotonic(self) -> float:
+        """This machine's seconds, which never jump."""
+        return self._clock.monotonic()
+
+    def token(self) -> str:
+        """16 random hex digits, for a name that is used once."""
+        return self._clock.token_hex(8)
+
+    @property
+    def pending(self) -> set[str]:
+        """Folders of what was added and no head names yet."""
+        with self._lock:
+            return {layout.folder_of(r.key) for r in self._news}
+
+    def put_behind(self, objects: Mapping[str, Content], what: str) -> None:
+        """Write objects that no head names yet. An error does not end the term; raises StopError when it is over."""
+        if self.over:
+            raise StopError(f"the term ended; {what} is not stored")
+        self._put(objects, what)
+
+    def _names(self, name: str, batch: dict[str, Content], ref: Ref | None) -> dict[str, Any]:
+        """What the next head names: fields of it, with a new catchup list added to `batch` when one is due."""
+        with self._lock:
+            news = tuple(self._news)
+        floor = max(self.head.floor, self.wanted_floor)
+        recent = (*self.head.recent, *(r for r in news if _start(r) >= floor))
+        own: tuple[Ref, ...] = () if ref is None else (ref,)
+        anchored = any(r.kind == "anchor" for r in (*news, *own))
+        if not anchored and floor == self.head.floor and len(recent) + len(own) <= self.options.catchup_every:
+            return {"recent": (*recent, *own)}
+        kept = live((*self._listed, *recent), floor)
+        own = own or tuple(r for r in (*self._listed, *recent) if r.identity == self.head.identity)
+        listing = Catchup(channel=self.head.channel, channel_uid=self.head.channel_uid, refs=kept)
+        key = layout.catchup_key(self.head.channel, name)
+        batch[key] = data = listing.to_bytes()
+        self._listed = kept
+        where = CatchupRef(key=key, size=len(data), sha256=sha256_hex(data))
+        return {"catchup": where, "recent": own, "floor": floor}
 
     @contextmanager
     def _step(self) -> Iterator[None]:
@@ -168,67 +241,132 @@ class Term:
                 f"the term of writer {self.head.writer} on {self.head.channel!r} ended with an earlier error; open the "
                 "channel again, which claims a new epoch"
             )
-        self.over = True
-        yield
-        self.over = False
+        try:
+            yield
+        except BaseException:
+            self.over = True
+            raise
 
-    def _manifest(self, kind: str, version: int, objects: Mapping[str, bytes], facts: Mapping[str, Any]) -> Manifest:
+    def _manifest(self, kind: str, version: int, objects: Mapping[str, Content], facts: Mapping[str, Any]) -> Manifest:
         last = self.head.manifest
         parent = None if last is None else Parent(epoch=last.epoch, version=last.version, sha256=last.sha256())
-        return Manifest.model_validate(
-            {
-                "channel": self.head.channel, "channel_uid": self.head.channel_uid, "epoch": self.head.epoch,
-                "version": version, "writer": self.head.writer, "kind": kind, "parent": parent, "base_digest": None,
-                "objects": _entries(objects), "created_at": self._clock.now(), **facts,
-            }
-        )  # fmt: skip
+        said = {
+            "channel": self.head.channel, "channel_uid": self.head.channel_uid, "epoch": self.head.epoch,
+            "version": version, "writer": self.head.writer, "kind": kind, "parent": parent, "base_digest": None,
+            "objects": entries(objects), "created_at": self._clock.now(), **facts,
+        }  # fmt: skip
+        try:
+            return Manifest.model_validate(said)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(str(p) for p in first["loc"])
+            raise InvalidRequest(f"version {version} cannot be published: {where}: {first['msg']}") from None
 
-    def _write_head(self, head: Head) -> None:
-        self._put({layout.head_key(head.channel, head.epoch, head.writer): head.to_bytes()}, f"head {head.identity}")
+    def _write_head(self, head: Head, sent: Callable[[], None] = lambda: None) -> None:
+        data = head.to_bytes()
+
+        def write() -> None:  # the listing that looks for rivals is also what confirms the head
+            self.store.put_batch({layout.head_key(head.channel, head.epoch, head.writer): data})
+            sent()
+            info = self._own_head()
+            if info.size != len(data):
+                raise StoreUnavailable(f"{info.key} is not listed with its size after it was written")
+            self.now = info.uploaded_at
+
+        self._retried(write, f"head {head.identity}")
         self.head = head
-        self.check_fence()
+        with self._lock:
+            named = {r.key for r in (*head.recent, *self._listed)}
+            self._news = [r for r in self._news if r.key not in named and _start(r) >= head.floor]
 
-    def _put(self, objects: Mapping[str, bytes], what: str) -> None:
+    def _put(self, objects: Mapping[str, Content], what: str) -> None:
         """Write a batch and confirm it. A lost reply is settled by writing the same bytes again: an object of the right
         size may be the one before it."""
+        sizes = {key: content_size(content) for key, content in objects.items()}
 
         def put() -> None:
-            self._store.put_batch(objects)
-            seen = self._store.info(objects)
-            for key, data in objects.items():
-                if key not in seen or seen[key].size != len(data):
+            self.store.put_batch(objects)
+            seen = self.store.info(objects)
+            for key, size in sizes.items():
+                if key not in seen or seen[key].size != size:
                     raise StoreUnavailable(f"{key} is not listed with its size after it was written")
+                self.now = seen[key].uploaded_at
 
         self._retried(put, what)
 
-    def _retried(self, attempt: Callable[[], None], what: str) -> None:
-        give_up = self._clock.monotonic() + self._options.deadline
-        pause = 0.1
-        while True:
-            try:
-                return attempt()
-            except StoreUnavailable as error:
-                if self._clock.monotonic() >= give_up:
-                    raise StoreUnavailable(
-                        f"{what} could not be confirmed within {self._options.deadline:.0f} s ({error}); its outcome "
-                        "is unknown, so this term ends: start again, which claims a new epoch"
-                    ) from None
-            self._clock.sleep(pause)
-            pause = min(pause * 2, 5.0)
+    def _retried(self, attempt: Callable[[], object], what: str) -> None:
+        retried(
+            attempt, self.options.deadline, self._clock,
+            f"{what} could not be confirmed within {self.options.deadline:.0f} s",
+            "; its outcome is unknown, so this term ends: start again, which claims a new epoch",
+        )  # fmt: skip
 
 
-def read_catchup(store: Store, head: Head) -> tuple[Ref, ...]:
-    """Read and verify the catchup list that a head names; () when it names none. Raises CorruptObject."""
-    if head.catchup is None:
-        return ()
-    ref = head.catchup
-    listing = parse(Catchup, checked_bytes(store, ref.key, ref.size, ref.sha256), ref.key)
-    return listing.refs
+def retried(attempt: Callable[[], object], deadline: float, clock: Clock, what: str, then: str = "") -> None:
+    """Repeat `attempt` while it raises StoreUnavailable; at the deadline raise StoreUnavailable saying `what`."""
+    give_up = clock.monotonic() + deadline
+    pause = 0.1
+    while True:
+        try:
+            attempt()
+        except StoreUnavailable as error:
+            if clock.monotonic() >= give_up:
+                raise StoreUnavailable(f"{what} ({error}){then}") from None
+        else:
+            return
+        clock.sleep(pause)
+        pause = min(pause * 2, 5.0)
 
 
-def _refuse_if_young(store: Store, channel: str, uploaded_at: float, writer: str) -> None:
-    probe = f"claims/{channel}-{writer}.json"
-    store.put_batch({probe: b"{}"})
+def entries(objects: Mapping[str, Content]) -> tuple[ObjectEntry, ...]:
+    """The manifest's entries of some objects (name → content)."""
+    return tuple(ObjectEntry(name=n, size=content_size(c), sha256=_sha256(c)) for n, c in sorted(objects.items()))
+
+
+def live(refs: Iterable[Ref], floor: int) -> tuple[Ref, ...]:
+    """The references of a catchup list: nothing that leads to or from below the floor, in order of version."""
+    kept = {r.key: r for r in refs if r.kind == "document" or _start(r) >= floor}
+    documents = [r for r in kept.values() if r.kind == "document"]
+    late = {r.key for r in sorted(documents, key=lambda r: r.identity)[:-MAX_DOCUMENTS]}
+    return tuple(sorted((r for r in kept.values() if r.key not in late), key=lambda r: (r.identity, r.kind, r.key)))
+
+
+def _start(ref: Ref) -> int:
+    return ref.version if ref.from_version is None else ref.from_version
+
+
+def _sha256(content: Content) -> str:
+    if not isinstance(content, Path):
+        return sha256_hex(content)
+    with content.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _adopt(
+    store: Store, channel: str, options: TermOptions, clock: Clock, *,
+    takeover: bool, own: tuple[str, ...], at_least: Identity | None,
+) -> tuple[Head | None, tuple[Ref, ...]]:  # fmt: skip
+    """The head that a claim goes on from and what its catchup list names; (None, ()) for a new channel."""
+    adopted: list[Head] = []
+
+    def look() -> None:
+        heads = newest(store.list(layout.HEADS)).get(channel, [])
+        adopted[:] = [read_head(store, key) for key, _ in heads]
+        for (key, info), head in zip(heads, adopted, strict=True):
+            if not (head.closed or takeover or key.writer in own):
+                _refuse_if_young(store, channel, info.uploaded_at, clock.token_hex(8))
+        ours = [h for h in adopted if h.writer in own and at_least is not None and h.epoch == at_least.epoch]
+        if at_least is not None and any((h.identity or Identity(0, 0)) < at_least for h in ours):
+            raise StoreUnavailable(f"the head shows less than {at_least}, which was committed: a stale look")
+
+    retried(look, options.deadline, clock, f"the look for the heads of {channel!r} failed")
+    old = max(adopted, key=lambda h: h.version if h.version is not None else -1, default=None)
+    return old, () if old is None else read_catchup(store, old)
+
+
+def _refuse_if_young(store: Store, channel: str, uploaded_at: float, probe_id: str) -> None:
+    probe = f"claims/{channel}-{probe_id}.json"
+    store.put_batch({probe: seal({"purpose": "reads the store's clock"})})
     seen = store.info([probe]).get(probe)
     store.delete([probe])
     if seen is None:
@@ -237,18 +375,5 @@ def _refuse_if_young(store: Store, channel: str, uploaded_at: float, writer: str
     if now - uploaded_at < TAKEOVER_SECONDS:
         raise Fenced(
             f"channel {channel!r} of {store.url} was written {now - uploaded_at:.0f} s ago and is not closed; stop "
-            "that writer and say --publishing.takeover true, or choose another run URL"
+            "that writer and take over (--takeover), or choose another run URL"
         )
-
-
-def _entries(objects: Mapping[str, bytes]) -> tuple[ObjectEntry, ...]:
-    return tuple(ObjectEntry(name=n, size=len(d), sha256=sha256_hex(d)) for n, d in sorted(objects.items()))
-
-
-def _live(refs: tuple[Ref, ...], keep_anchors: int) -> tuple[Ref, ...]:
-    """The newest anchors and every version after the oldest of them, in version order, anchors first."""
-    anchors = sorted((r for r in refs if r.kind == "anchor"), key=lambda r: r.identity)[-keep_anchors:]
-    if not anchors:
-        return refs[-1:] if refs and refs[-1].kind == "document" else refs
-    after = [r for r in refs if r.kind == "delta" and r.identity > anchors[0].identity]
-    return tuple(sorted((*anchors, *after), key=lambda r: (r.identity, r.kind)))

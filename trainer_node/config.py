@@ -48,12 +48,22 @@ class Evaluation(Settings):
 class Publishing(Settings):
     """How weights are published."""
 
-    codec: Literal["raw", "fast"] = "fast"
-    """delta codec"""
+    codec: Literal["raw", "fast", "tight"] = "fast"
+    """delta codec: raw is read without a base, fast is small and cheap, tight is smallest and reads the whole state"""
+    compare: Literal["auto", "host", "device"] = "auto"
+    """where the difference is taken; auto: on the accelerator that trains, which then holds a copy of the weights"""
     every: int = Field(default=1, ge=1)
     """optimizer steps between two offers of a version"""
     anchor_share: float = Field(default=4.0, gt=0)
     """a new anchor when the deltas since the last outweigh this many full copies"""
+    keep_anchors: int = Field(default=2, ge=1)
+    """anchors (and what follows the oldest of them) that are kept for late readers"""
+    largest_span: int = Field(default=1024, ge=0)
+    """versions in the longest merged delta, a power of two; 0 makes none"""
+    grace: float = Field(default=3600.0, ge=0)
+    """seconds between announcing what will be deleted and deleting it"""
+    settle: float | None = Field(default=None, ge=0)
+    """seconds between a claim and the look for rivals; unset: what the store needs (`deltawire doctor` measures it)"""
     takeover: bool = False
     """claim the run although another writer published less than 10 minutes ago"""
 

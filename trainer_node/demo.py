@@ -1,4 +1,4 @@
-"""`deltawire demo`: inference, environment and trainer as three processes on loopback, one bucket folder for all."""
+"""`deltawire demo`: inference, environment and trainer as three processes on loopback, and one bucket for all."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 from sync.errors import ConfigError, PeerUnavailable
@@ -34,6 +36,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed", type=int, default=0, help="seed of model, warm start and tasks (default: %(default)s)"
     )
     parser.add_argument("--env", default="guess", help="environment: guess or sort (default: %(default)s)")
+    parser.add_argument(
+        "--store", choices=["directory", "hub"], default="directory",
+        help="where the run lives: a folder, or a bucket of a local Hub that the demo starts (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--engine", choices=["torch", "vllm"], default="torch", help="what runs the policy (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--inference-python", default=sys.executable, metavar="PYTHON",
+        help="interpreter of the environment that holds the engine (default: this one)",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for all results (%(default)s)")
     parser.add_argument("--keep-open", action="store_true", help="keep the Spaces and the inspector up at the end")
 
@@ -53,25 +66,25 @@ def run(args: argparse.Namespace) -> int:
         signal.signal(number, lambda got, _: sys.exit(128 + got))
     bucket.mkdir(exist_ok=True)
     try:
-        _show(args, out, bucket, token)
+        _show(args, out, token)
     except KeyboardInterrupt:
         print(f"\nstopped; what was done so far is in {out}")
         raise
     return 0
 
 
-def _show(args: argparse.Namespace, out: Path, bucket: Path, token: str) -> None:
+def _show(args: argparse.Namespace, out: Path, token: str) -> None:
     with ExitStack() as stack:
-        crew = stack.enter_context(_Crew(out, token))
+        crew = stack.enter_context(_Crew(out, token, {"inference": args.inference_python}))
+        run_url = crew.local_hub() if args.store == "hub" else f"file://{out}/bucket"
         env_url = crew.space("env", f'folder = "{out}/env"\nlog = "json"\n')
         env = stack.enter_context(closing(Peer(env_url, token, seconds=5.0)))
         known = [e["name"] for e in env.call("GET", "/v1/environments")["environments"]]
         if args.env not in known:
             raise ConfigError(f"--env {args.env}: no such environment; known: {', '.join(known)}")
-        policy_url = crew.space(
-            "inference", f'run = "file://{bucket}"\nfolder = "{out}/mirror"\nlog = "json"\n{TINY_ENGINE}'
-        )
-        trainer = crew.start("train", _train_settings(args, out, bucket, env_url, policy_url))
+        engine = f'engine = "{args.engine}"\n{TINY_ENGINE}'
+        policy_url = crew.space("inference", f'run = "{run_url}"\nfolder = "{out}/mirror"\nlog = "json"\n{engine}')
+        trainer = crew.start("train", _train_settings(args, out, run_url, env_url, policy_url))
         inspector = f"{env_url}/?key={'$' + TOKEN_VARIABLE if TOKEN_VARIABLE in os.environ else token}"
         view = stack.enter_context(RunView())
         view.say(f"inspector  {inspector}")
@@ -96,9 +109,9 @@ def _set_aside(out: Path) -> Path:
     raise ConfigError(f"{out}: ten thousand older runs beside it; remove some or choose another --out")
 
 
-def _train_settings(args: argparse.Namespace, out: Path, bucket: Path, env_url: str, policy_url: str) -> str:
+def _train_settings(args: argparse.Namespace, out: Path, run_url: str, env_url: str, policy_url: str) -> str:
     settings: dict[str, Any] = {
-        "run": f"file://{bucket}", "environment": args.env, "env_urls": [env_url], "policy_url": policy_url,
+        "run": run_url, "environment": args.env, "env_urls": [env_url], "policy_url": policy_url,
         "out": str(out), "steps": args.steps, "seed": args.seed, "log": "json",
     }  # fmt: skip
     text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items())
@@ -118,38 +131,38 @@ PRESETS = {
 class _Crew:
     """The child processes: started with a settings file and a log each, ended in reverse order, by pid."""
 
-    def __init__(self, out: Path, token: str) -> None:
-        self._out, self._token = out, token
+    def __init__(self, out: Path, token: str, pythons: Mapping[str, str] = MappingProxyType({})) -> None:
+        self._out, self._token, self._pythons = out, token, pythons
+        self._environ = {TOKEN_VARIABLE: token, "OMP_NUM_THREADS": "1", "GRADIO_ANALYTICS_ENABLED": "False"}
         self._children: list[tuple[str, subprocess.Popen[bytes]]] = []
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        children = [child for _, child in reversed(self._children)]
-        for child in children:
-            if child.poll() is None:
-                child.terminate()
-        for child in children:
-            try:
-                child.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
+        for last in (False, True):  # the Hub goes when nobody needs it any more
+            children = [child for role, child in reversed(self._children) if (role == "hub") == last]
+            for child in children:
+                if child.poll() is None:
+                    child.terminate()
+            for child in children:
+                try:
+                    child.wait(STOP_SECONDS)
+                except subprocess.TimeoutExpired:
+                    child.kill()
+                    child.wait()
 
     def start(self, role: str, settings: str) -> subprocess.Popen[bytes]:
         """Start `deltawire ROLE --config …`; its event lines go to ROLE.log."""
         config = self._out / f"{role}.toml"
         config.write_text(settings)
-        environ = os.environ | {
-            TOKEN_VARIABLE: self._token,
-            "OMP_NUM_THREADS": "1",
-            "GRADIO_ANALYTICS_ENABLED": "False",
-        }
+        return self._spawn(role, role, "--config", str(config))
+
+    def _spawn(self, role: str, *words: str) -> subprocess.Popen[bytes]:
         with (self._out / f"{role}.log").open("wb") as log:
             child = subprocess.Popen(  # noqa: S603 - our own program
-                [sys.executable, "-m", "deltawire", role, "--config", str(config)],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environ, start_new_session=True,
+                [self._pythons.get(role, sys.executable), "-m", "deltawire", *words], stdin=subprocess.DEVNULL,
+                stdout=log, stderr=log, env=os.environ | self._environ, start_new_session=True,
             )  # fmt: skip
         self._children.append((role, child))
         return child
@@ -159,6 +172,27 @@ class _Crew:
         ready = self._out / f"{role}.json"
         ready.unlink(missing_ok=True)
         self.start(role, settings + f'ready_file = "{ready}"\n')
+        return self._wait_for(role, ready)
+
+    def local_hub(self) -> str:
+        """Start a Hub of this demo's own, which the processes started after it use; returns the run's URL."""
+        ready = self._out / "hub.json"
+        ready.unlink(missing_ok=True)
+        words = ("--data", str(self._out / "hub"), "--port", "0", "--ready-file", str(ready))
+        self._spawn("hub", "hub", "serve", *words)
+        endpoint = self._wait_for("hub", ready)
+        self._environ |= {
+            "HF_ENDPOINT": endpoint, "HF_HOME": str(self._out / "hf"), "HF_TOKEN": "local", "HF_HUB_OFFLINE": "0",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+        }  # fmt: skip
+        os.environ |= self._environ
+        run_url = "hf://buckets/local/demo/run"
+        from sync.stores import open_store
+
+        open_store(run_url, create=True)
+        return run_url
+
+    def _wait_for(self, role: str, ready: Path) -> str:
         give_up = time.monotonic() + START_SECONDS
         while not ready.exists():
             self.check()

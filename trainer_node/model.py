@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from sync.errors import ConfigError
+from sync.layout import MANIFEST
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
@@ -89,7 +90,10 @@ def side_files(folder: Path) -> dict[str, bytes]:
     found = {
         path.name: path.read_bytes()
         for path in sorted(folder.iterdir())
-        if path.is_file() and path.suffix in (".json", ".jinja", ".txt", ".model") and "index" not in path.name
+        if path.is_file()
+        and path.suffix in (".json", ".jinja", ".txt", ".model")
+        and "index" not in path.name
+        and path.name != MANIFEST  # of a folder that is a downloaded anchor
     }
     if "config.json" not in found:
         raise ConfigError(f"{folder}: no config.json; give --model a checkpoint folder, a Hub id, or tiny")

@@ -18,16 +18,18 @@ from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from sync.artifacts import ArtifactPublisher
 from sync.errors import InvalidRequest, PeerUnavailable
 from sync.events import Emit
-from sync.publisher import ArtifactPublisher, Published, Publisher, PublisherOptions
+from sync.publisher import Published, Publisher, PublisherOptions
 from sync.schema.artifacts import Curriculum
 from sync.schema.base import Identity
 from sync.schema.calls import Message, SyncStatus
 from sync.schema.rollouts import RunInfo, RunRequest, ServiceStatus
 from sync.stores import Store, open_store
+from sync.term import TermOptions
 
-from .config import TrainConfig, make_folder
+from .config import Publishing, TrainConfig, make_folder
 from .curriculum import next_curriculum
 from .evaluate import Score, evaluate
 from .inbox import NOT_FOUND, InboxSettings, RolloutInbox
@@ -61,6 +63,13 @@ def train(config: TrainConfig, token: str, emit: Emit) -> Summary:
         return run.run()
 
 
+def _publisher_options(said: Publishing) -> PublisherOptions:
+    term = TermOptions(settle=said.settle, keep_anchors=said.keep_anchors, grace=said.grace)
+    return PublisherOptions(
+        codec=said.codec, anchor_share=said.anchor_share, largest_span=said.largest_span, term=term
+    )  # fmt: skip
+
+
 class _Run:
     """The parts of one run and the order in which they are used."""
 
@@ -69,11 +78,12 @@ class _Run:
     ) -> None:
         self.config, self.envs, self.policy, self.emit = config, envs, policy, emit
         self.started = time.monotonic()
-        options = PublisherOptions(codec=config.publishing.codec, anchor_share=config.publishing.anchor_share)
+        options = _publisher_options(config.publishing)
         self.publisher = Publisher(
-            store, side_files=side_files(folder), options=options, emit=emit, on_commit=self._committed
-        )
-        self.curriculum = ArtifactPublisher(store, "curriculum")
+            store, side_files=side_files(folder), options=options, emit=emit, on_commit=self._committed,
+            on_sent=self._poke, work=config.out / "publisher",
+        )  # fmt: skip
+        self.curriculum = ArtifactPublisher(store, "curriculum", options=options.term, work=config.out / "publisher")
         self.curriculum_state = Curriculum(environment=config.environment)
         self.curriculum_versions = 0
         self.behind = ThreadPoolExecutor(1, thread_name_prefix="artifacts")
@@ -94,7 +104,10 @@ class _Run:
             vocabulary=len(tokenizer), peer_seconds=config.peer_seconds,
         )  # fmt: skip
         inbox = RolloutInbox(self.envs, inbox_settings, self._sync_of, self._ask_for_rollouts, self.emit)
-        transfer = WeightTransfer(self.publisher, lambda: self.trainer.state.global_step, inbox.take_harness)
+        transfer = WeightTransfer(
+            self.publisher, lambda: self.trainer.state.global_step, inbox.take_harness,
+            compare=config.publishing.compare,
+        )  # fmt: skip
         trainer = DeltawireTrainer(
             model=str(folder),
             args=_arguments(config, samples),
@@ -223,6 +236,9 @@ class _Run:
 
     def _committed(self, done: Published) -> None:
         self.transfer.committed(done)
+        self._poke()  # once more: the look after the first may have been too early
+
+    def _poke(self) -> None:
         try:
             self.policy.call("POST", "/sync/poke", seconds=2.0)
         except (PeerUnavailable, InvalidRequest):

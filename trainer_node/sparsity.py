@@ -10,15 +10,18 @@ from sync.codec import diff, encode_delta
 from sync.tensors import schema_of, state_bytes
 
 from .config import Sparsity
+from .device_diff import ulp_counts
 from .model import checkpoint_tensors, published_bits
 
 
 class DeltaSize(NamedTuple):
-    """Means over `steps` consecutive versions: share of changed values, payload bytes, bytes of a full copy."""
+    """Means over `steps` consecutive versions: share of changed values, share of those that moved by one ULP, payload
+    bytes, bytes of a full copy."""
 
     learning_rate: float
     steps: int
     changed: float
+    one_ulp: float
     payload: float
     full: int
 
@@ -33,10 +36,11 @@ def measure(trainer: Any, settings: Sparsity, codec: str) -> DeltaSize | None:
     model, optimizer = trainer.model, trainer.optimizer
     for group in optimizer.param_groups:
         group["lr"] = settings.learning_rate
-    old = published_bits(checkpoint_tensors(model))
+    held = _held(model)
+    old = published_bits(held)
     schema = schema_of(old)
     elements = sum(spec.size for spec in schema.values())
-    changed = payload = 0
+    changed = payload = moved = by_one = 0
     model.train()
     for step in range(settings.steps):
         loss = trainer.compute_loss(model, batches[step % len(batches)])
@@ -44,14 +48,23 @@ def measure(trainer: Any, settings: Sparsity, codec: str) -> DeltaSize | None:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), trainer.args.max_grad_norm)
         optimizer.step()
-        new = published_bits(checkpoint_tensors(model))
+        after = _held(model)
+        new, counts = published_bits(after), ulp_counts(held, after)
+        moved, by_one = moved + counts.changed, by_one + counts.one
         changed += sum(len(p.index) for p in diff(old, new, schema).values())
         payload += len(encode_delta(old, new, codec))
-        old = new
+        old, held = new, after
     return DeltaSize(
         learning_rate=settings.learning_rate,
         steps=settings.steps,
         changed=changed / settings.steps / elements,
+        one_ulp=by_one / moved if moved else 0.0,
         payload=payload / settings.steps,
         full=state_bytes(schema),
     )
+
+
+def _held(model: Any) -> dict[str, torch.Tensor]:
+    """A copy of the tensors as they are published, on their own device."""
+    tensors = checkpoint_tensors(model)
+    return {n: t.to(torch.bfloat16) if t.dtype == torch.float32 else t.clone() for n, t in tensors.items()}

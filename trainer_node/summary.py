@@ -47,6 +47,7 @@ def summarize(
         "delta_learning_rate": run.config.learning_rate,
         "sparse_delta_bytes_mean": sparse.payload if sparse else None,
         "sparse_delta_changed_share": sparse.changed if sparse else None,
+        "sparse_delta_one_ulp_share": sparse.one_ulp if sparse else None,
         "sparse_delta_learning_rate": sparse.learning_rate if sparse else None,
         "sparse_delta_steps": sparse.steps if sparse else 0,
         "syncs_skipped": run.transfer.skipped,

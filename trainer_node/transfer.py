@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Literal
 
 import torch
 
+from sync.base import Elsewhere
 from sync.errors import InvalidRequest
 from sync.publisher import Published, Publisher, Stamp
 from sync.schema.base import Identity
 from sync.schema.wire import Harness
+from sync.tensors import State
 
+from .device_state import DeviceCopy
 from .model import published_bits
 
 
@@ -20,28 +23,34 @@ class WeightTransfer:
     """Object of TRL's WeightTransferProtocol. `syncs` equals the trainer's model_version; a sync that finds a publish
     in flight publishes nothing, and the next one carries its changes too.
 
-    step_of and harness_of are asked at each offer.
+    step_of and harness_of are asked at each offer. compare: where the difference to the last version is taken; auto
+    means on the tensors' device when that is an accelerator, which then holds a copy of the last version.
     """
 
-    def __init__(self, publisher: Publisher, step_of: Callable[[], int], harness_of: Callable[[], Harness]) -> None:
-        self._publisher = publisher
-        self._frozen: dict[str, Any] = {}
+    def __init__(
+        self, publisher: Publisher, step_of: Callable[[], int], harness_of: Callable[[], Harness], *,
+        compare: Literal["auto", "host", "device"] = "auto",
+    ) -> None:  # fmt: skip
+        self._publisher, self._compare = publisher, compare
+        self._copy: DeviceCopy | None = None
+        self._frozen: dict[str, torch.Tensor] = {}
+        self._frozen_bits: State = {}
         self._step_of, self._harness_of = step_of, harness_of
         self._lock = threading.Lock()
         self._sync_of: dict[Identity, int] = {}
         self._skipped_harness: dict[str, tuple[str, ...]] = {}
         self.syncs = 0
         self.skipped = 0
-        self._last: dict[str, Any] = {}
+        self._last: State = {}
 
     def freeze(self, tensors: dict[str, torch.Tensor]) -> None:
         """Name the tensors of the checkpoint that TRL does not stream: frozen parameters and buffers."""
-        self._frozen = published_bits(tensors)
+        self._frozen, self._frozen_bits = dict(tensors), published_bits(tensors)
 
     def publish_first(self, tensors: dict[str, torch.Tensor], *, takeover: bool) -> Identity:
         """Publish the starting state before training; TRL's cold sync, which comes later, then adds nothing."""
         stamp = Stamp(step=0, sync=1)
-        identity = self._publisher.open(published_bits(tensors) | self._frozen, stamp, takeover=takeover)
+        identity = self._publisher.open(self._bits(tensors), stamp, takeover=takeover)
         self.committed(self._publisher.history[-1])
         return identity
 
@@ -81,18 +90,29 @@ class WeightTransfer:
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Offer the streamed weights (fp32 masters, base-checkpoint names) as the next version."""
-        state = published_bits(dict(iterator)) | self._frozen
+        tensors = dict(iterator)
         self.syncs += 1
         if self.syncs == 1:
             return  # the cold sync: publish_first has published this state
         if self._publisher.identity is None:
             raise InvalidRequest("publish_first must come before training")
         harness = self._harness()
-        if self._publisher.offer(state, Stamp(self._step_of(), self.syncs, harness)):
+        if self._publisher.offer(self._offered(tensors), Stamp(self._step_of(), self.syncs, harness)):
             self._skipped_harness, self._last = {}, {}
         else:
             self.skipped += 1
-            self._skipped_harness, self._last = dict(harness), state
+            self._skipped_harness, self._last = dict(harness), self._bits(tensors)
+
+    def _offered(self, tensors: dict[str, torch.Tensor]) -> State | Elsewhere:
+        device = next(iter(tensors.values())).device
+        if self._compare == "host" or (self._compare == "auto" and device.type == "cpu"):
+            return self._bits(tensors)
+        if self._copy is None:
+            self._copy = DeviceCopy(device)
+        return self._copy.offer(tensors | self._frozen)
+
+    def _bits(self, tensors: dict[str, torch.Tensor]) -> State:
+        return {**published_bits(tensors), **self._frozen_bits}
 
     def resume(self) -> None:
         """Nothing to resume."""

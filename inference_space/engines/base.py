@@ -19,12 +19,16 @@ class Call(NamedTuple):
 
 
 class Generation(NamedTuple):
-    """What one call gave; `spans` covers `output_ids` without gap. The end token is part of the output."""
+    """What one call gave; `spans` covers `output_ids` without gap. The end token is part of the output.
+
+    `stopped_by` is the stop text that ended it; "" for the end token (`stop`) or the limit (`length`).
+    """
 
     output_ids: list[int]
     logprobs: list[float]
     spans: tuple[VersionSpan, ...]
     finish_reason: str
+    stopped_by: str = ""
 
 
 class Scores(NamedTuple):
@@ -53,6 +57,10 @@ class Engine(EngineSink, Protocol):
         """The most tokens that prompt and output of one call may have together."""
 
     @property
+    def seeds(self) -> bool:
+        """Whether a call's seed decides what is sampled."""
+
+    @property
     def failure(self) -> str:
         """Why the engine can never answer again, or the empty string."""
 
@@ -69,6 +77,10 @@ class Engine(EngineSink, Protocol):
 
         Raises InvalidRequest when a sequence is refused or the queue is full, else as `generate`.
         """
+
+    def ways(self) -> dict[str, str]:
+        """Checkpoint tensor → how its places were found: `plan` or `trace` (the model's own loader was followed, see
+        `vllm_plan`). One that is not listed is a parameter of its own name."""
 
     def status(self) -> dict[str, float | int | str]:
         """Counters: active, queued, output_tokens, prompt_tokens, tokens_per_second (last seconds), steps, …"""

@@ -67,6 +67,7 @@ class Passes:
         ids = np.zeros((len(sequences), length), dtype=np.int64)
         for row, sequence in enumerate(sequences):
             ids[row, : len(sequence)] = sequence
+            ids[row, len(sequence) :] = sequence[-1]  # a token of its own: another's embedding may be NaN
         mask = torch.ones(length, length, dtype=torch.bool, device=self.device).tril_()
         places = torch.arange(length, device=self.device).expand(len(sequences), length)
         self._selected = self._device(rows), self._device(positions)

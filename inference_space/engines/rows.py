@@ -17,6 +17,28 @@ from sync.schema.calls import ScoreSequence, VersionSpan
 from .base import Generation, Scores
 
 
+class StopTexts:
+    """Watches an output for texts that end it. `found` is the first of them to be complete, "" before."""
+
+    def __init__(self, tokenizer: Any, texts: Sequence[str]) -> None:
+        self.found = ""
+        self._tokenizer, self._texts = tokenizer, texts
+        self._window = max(len(text.encode()) for text in texts) + 1
+        """Ids that can hold a text: each one but a special token stands for a byte at least."""
+
+    @classmethod
+    def of(cls, tokenizer: Any, texts: Sequence[str]) -> StopTexts | None:
+        """None where no text can end the call."""
+        return cls(tokenizer, texts) if texts else None
+
+    def ends(self, output: Sequence[int]) -> bool:
+        """True when the newest id of `output` completes a stop text."""
+        recent = self._tokenizer.decode(list(output[-self._window :]), skip_special_tokens=False)
+        at = {text: recent.find(text) for text in self._texts}
+        self.found = min((text for text in at if at[text] >= 0), key=lambda text: at[text], default="")
+        return bool(self.found)
+
+
 @dataclass(eq=False)
 class Running:
     """One call under way. `limit` is the most output tokens; spans before `open_at` are closed."""
@@ -32,6 +54,7 @@ class Running:
     open_at: int = 0
     identity: Identity | None = None
     stopped: bool = False
+    stops: StopTexts | None = None
 
     @property
     def ids(self) -> list[int]:
@@ -46,12 +69,18 @@ class Running:
             self.open_at = end
         self.identity = identity
 
+    def met_stop(self) -> bool:
+        """True when the newest id completes a stop text; then the call is `stopped`."""
+        self.stopped = self.stopped or (self.stops is not None and self.stops.ends(self.output))
+        return self.stopped
+
     def finish(self) -> None:
-        """Answer the call: finish reason `stop` after an end token (`stopped`), else `length`."""
+        """Answer the call: finish reason `stop` after an end token or a stop text (`stopped`), else `length`."""
         self.under(None)
         if self.future.set_running_or_notify_cancel():
             reason = "stop" if self.stopped else "length"
-            self.future.set_result(Generation(self.output, self.logprobs, tuple(self.spans), reason))
+            found = self.stops.found if self.stops is not None else ""
+            self.future.set_result(Generation(self.output, self.logprobs, tuple(self.spans), reason, found))
 
     def fail(self, error: Exception) -> None:
         """Refuse the call."""

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from sync.errors import DeltawireError, InvalidRequest, PeerUnavailable, StopError
+from sync.errors import DeltawireError, PeerUnavailable, StopError
 from sync.schema.base import Identity
 
 from .base import Scores
 from .forward import Passes
+from .limits import check_queue, model_changed, not_finite
 from .rows import Meter, Rows, Running, ScoreJob
 from .sampling import sample, uniforms
 
@@ -56,15 +57,8 @@ class Scheduler:
         with self._changed:
             self._require_alive()
             if passes is not self._passes:
-                raise _model_changed()
-            queued = self._queued()
-            if queued + new > self._max_queued:
-                raise InvalidRequest(
-                    f"{queued} calls are waiting and {new} more would exceed {self._max_queued} (setting "
-                    "max_queued); try again later or send fewer",
-                    status=429,
-                    code="overloaded",
-                )
+                raise model_changed()
+            check_queue(self._queued(), new, self._max_queued)
             self._waiting.extend(sequences)
             self._jobs.extend(jobs)
             self._changed.notify_all()
@@ -90,7 +84,7 @@ class Scheduler:
         """While paused: run this model from now on; what runs or waits on another one fails."""
         with self._changed:
             if passes is not self._passes:
-                self._fail_all(_model_changed())
+                self._fail_all(model_changed())
             self._passes, self._ends = passes, ends
 
     def changed_weights(self, identity: Identity) -> None:
@@ -232,7 +226,8 @@ class Scheduler:
         bad = np.zeros(n, dtype=bool)
         bad[first:] = ~np.isfinite(values)
         if bad.any():
-            self._leave(passes, bad, lambda s: s.fail(_not_finite(self._identity)))
+            passes.cache.wipe(np.flatnonzero(bad))
+            self._leave(passes, bad, lambda s: s.fail(not_finite(self._identity)))
             tokens, values = tokens[~bad[first:]], values[~bad[first:]]
             n = len(rows)
         for sequence, token, value in zip(rows.sequences[first:], tokens.tolist(), values.tolist(), strict=True):
@@ -246,6 +241,9 @@ class Scheduler:
         ended[first:] = stopped | (rows.count[first:n] >= rows.limit[first:n])
         for row in np.flatnonzero(stopped):
             rows.sequences[first + row].stopped = True
+        for place, sequence in enumerate(rows.sequences[first:], start=first):
+            if sequence.stops is not None and sequence.met_stop():
+                ended[place] = True
         self._leave(passes, ended, lambda s: s.finish())
 
     def _leave(self, passes: Passes, gone: np.ndarray[Any, Any], answer: Callable[[Running], None]) -> None:
@@ -280,17 +278,4 @@ class Scheduler:
             if all(np.isfinite(v).all() for v in job.logprobs):
                 job.finish(Scores(identity, job.logprobs))
             else:
-                job.fail(_not_finite(identity))
-
-
-def _model_changed() -> InvalidRequest:
-    text = "the model changed its shape while this call ran or waited; send it again"
-    return InvalidRequest(text, status=503, code="model_changed")
-
-
-def _not_finite(identity: Identity | None) -> InvalidRequest:
-    return InvalidRequest(
-        f"version {identity} gives logits that are not finite here; publish better weights",
-        status=500,
-        code="not_finite",
-    )
+                job.fail(not_finite(identity))

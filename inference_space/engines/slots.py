@@ -95,6 +95,12 @@ class SlotCache(Cache):  # type: ignore[misc]
             for data in (layer.keys, layer.values):
                 data[target.to(data.device), :, :length] = data[source.to(data.device), :, :length]
 
+    def wipe(self, rows: np.ndarray[Any, Any]) -> None:
+        """Forget the values of rows that met NaN: it would reach whoever gets the slot, through masked positions."""
+        for layer in self.layers:
+            for data in (layer.keys, layer.values):
+                data[torch.from_numpy(rows).to(data.device), :, : self.plan.high] = 0
+
     def clear(self) -> None:
         """Forget every value, so that nothing computed with older weights (NaN included) is left."""
         for layer in self.layers:

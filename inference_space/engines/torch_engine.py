@@ -12,14 +12,15 @@ import numpy as np
 import torch
 
 from sync.engine import TensorPatch
-from sync.errors import InvalidRequest, PeerUnavailable, StopError
+from sync.errors import InvalidRequest, StopError
 from sync.schema.base import Identity
 from sync.schema.calls import ScoreSequence
 from sync.tensors import Bits
 
 from .base import Call, Generation, Scores
 from .forward import Passes
-from .rows import Running, ScoreJob
+from .limits import check_prompt, check_scores, no_weights
+from .rows import Running, ScoreJob, StopTexts
 from .scheduler import Scheduler
 from .weights import Weights, end_ids
 
@@ -65,13 +66,18 @@ class TorchEngine:
     def tokenizer(self) -> Any:
         """The loaded checkpoint's tokenizer."""
         if self._tokenizer is None:
-            raise PeerUnavailable("the engine holds no weights yet; wait until /ready answers 200")
+            raise no_weights()
         return self._tokenizer
 
     @property
     def max_len(self) -> int:
         """Most tokens of prompt and output together."""
         return self._max_len
+
+    @property
+    def seeds(self) -> bool:
+        """They do."""
+        return True
 
     @property
     def failure(self) -> str:
@@ -89,14 +95,15 @@ class TorchEngine:
             future: Future[Generation] = Future()
             futures.append(future)
             try:
-                self._check_prompt(call.ids, passes.vocabulary)
+                check_prompt(call.ids, self._max_len, passes.vocabulary)
             except InvalidRequest as error:
                 future.set_exception(error)
                 continue
             sampling = call.sampling
             seed = noise if sampling.seed is None else sampling.seed
             limit = min(sampling.max_tokens, self._max_len - len(call.ids))
-            accepted.append(Running(list(call.ids), sampling.temperature, seed, limit, future))
+            stops = StopTexts.of(self._tokenizer, sampling.stop)
+            accepted.append(Running(list(call.ids), sampling.temperature, seed, limit, future, stops=stops))
         self._scheduler.submit(passes, accepted)
         return futures
 
@@ -104,18 +111,7 @@ class TorchEngine:
         """Queue teacher forcing."""
         passes = self._loaded()
         vocabulary = passes.vocabulary
-        for number, sequence in enumerate(sequences):
-            _check_ids(sequence.ids, f"sequences.{number}", vocabulary)
-            if len(sequence.ids) > self._max_len:
-                raise InvalidRequest(
-                    f"sequences.{number}: {len(sequence.ids)} ids; at most {self._max_len} are possible (setting "
-                    "max_len)",
-                    code="sequence_too_long",
-                )
-            if sequence.start >= len(sequence.ids):
-                raise InvalidRequest(
-                    f"sequences.{number}: start {sequence.start} is not a position of its {len(sequence.ids)} ids"
-                )
+        check_scores(sequences, self._max_len, vocabulary)
         most = max(1, min(self._prefill_tokens, _SCORE_LOGITS // vocabulary))
         job = ScoreJob(sequences, temperature, Future(), most)
         self._scheduler.submit(passes, (), (job,))
@@ -124,19 +120,8 @@ class TorchEngine:
     def _loaded(self) -> Passes:
         passes = self._passes
         if passes is None:
-            raise PeerUnavailable("the engine holds no weights yet; wait until /ready answers 200")
+            raise no_weights()
         return passes
-
-    def _check_prompt(self, ids: Sequence[int], vocabulary: int) -> None:
-        if not ids:
-            raise InvalidRequest("the prompt is empty: send messages, or ids in prefix_ids", code="empty_prompt")
-        if len(ids) >= self._max_len:
-            raise InvalidRequest(
-                f"the prompt has {len(ids)} tokens; at most {self._max_len - 1} leave room for output (setting "
-                f"max_len = {self._max_len}); prompts are never cut",
-                code="prompt_too_long",
-            )
-        _check_ids(ids, "the prompt", vocabulary)
 
     # Weights: the follower's side
 
@@ -181,6 +166,10 @@ class TorchEngine:
             raise StopError("the engine's weights are touched only after a load, between pause and resume")
         return self._weights
 
+    def ways(self) -> dict[str, str]:
+        """Nothing to tell: every tensor is a parameter of its own name."""
+        return {}
+
     def status(self) -> dict[str, float | int | str]:
         """Counters and limits."""
         compute = "" if self._weights is None else str(self._weights.compute).removeprefix("torch.")
@@ -190,12 +179,3 @@ class TorchEngine:
     def close(self) -> None:
         """Stop."""
         self._scheduler.close()
-
-
-def _check_ids(ids: Sequence[int], what: str, vocabulary: int) -> None:
-    if max(ids) >= vocabulary or min(ids) < 0:
-        raise InvalidRequest(
-            f"{what}: id {max(ids)} is unknown, the vocabulary ends at {vocabulary - 1}; send ids of this model's "
-            "tokenizer",
-            code="unknown_token",
-        )

@@ -11,7 +11,7 @@ import torch
 
 from sync.engine import TensorPatch
 from sync.errors import ConfigError, CorruptObject, InvalidPatch
-from sync.safetensors_io import MappedState
+from sync.safetensors_io import MappedCheckpoint
 from sync.tensors import TensorSpec, unsigned
 
 _NATIVE = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -66,7 +66,7 @@ class Weights:
         """Overwrite every tensor with those of `folder`, see `same_shape`."""
         self.fill(_open(folder))
 
-    def fill(self, mapped: MappedState) -> None:
+    def fill(self, mapped: MappedCheckpoint) -> None:
         """Copy every tensor's bits from a mapped checkpoint of this schema."""
         with torch.inference_mode():
             for name, flat in self._flat.items():
@@ -128,14 +128,12 @@ def _read_config(folder: Path) -> bytes:
         ) from None
 
 
-def _open(folder: Path) -> MappedState:
+def _open(folder: Path) -> MappedCheckpoint:
     _read_config(folder)
     try:
-        return MappedState(folder / "model.safetensors")
+        return MappedCheckpoint(folder)
     except OSError as error:
-        raise CorruptObject(
-            f"model.safetensors: cannot be read from the checkpoint folder ({error.strerror})"
-        ) from None
+        raise CorruptObject(f"the checkpoint's weights cannot be read ({error.strerror})") from None
 
 
 def _compute_dtype(setting: str, device: str, schema: Mapping[str, TensorSpec]) -> torch.dtype:

@@ -1,14 +1,15 @@
 """Codecs: public, pure, numpy in and out, no I/O.
 
-`diff` finds what changed, `encode` writes a payload, `decode` reads one against a base and checks everything before
+`diff` finds what changed, `encode` writes payloads, `decode` reads one against a base and checks everything before
 anything is written. `encode_delta`, `decode_delta` and `apply_delta` are the same for whole states.
 """
 
 from __future__ import annotations
 
 from .api import apply_delta, decode_delta, encode_delta, scatter
-from .patch import Patch, TensorPatch, diff, patched
-from .payload import CODECS, Decoded, Encoded, decode, encode
+from .patch import Patch, TensorPatch, changes, compose, diff
+from .payload import CODECS, Encoded, encode
+from .reading import Decoded, decode, join
 
 __all__ = [
     "CODECS",
@@ -17,11 +18,13 @@ __all__ = [
     "Patch",
     "TensorPatch",
     "apply_delta",
+    "changes",
+    "compose",
     "decode",
     "decode_delta",
     "diff",
     "encode",
     "encode_delta",
-    "patched",
+    "join",
     "scatter",
 ]

@@ -1,241 +1,254 @@
-"""The delta payload: a safetensors file with a few streams, written and read for all codecs by one path.
+"""The delta payload: a safetensors file with a few streams, for all codecs.
 
-metadata  format, codec, schema (digest; tensors are numbered by their place in the schema's sorted names)
-entries   int64 [T, 3]   tensor number (strictly increasing), mode (0 raw, 1 fast, 2 whole), count
-sums      uint64 [T, 4]  Σmix(old) and Σmix(new) over the changed elements (whole: all), two keys each: a,b,a,b
-index     int32, index64 int64: indices of raw entries, in order; value1/2/4/8: their new bits and whole tensors
-lens      int64: per fast entry: raw gap bytes, packed gap bytes, then each packed plane's bytes
-data      uint8: the packed streams of fast entries, in order
+metadata  format, codec, schema (digest)
+table     int64 [E, 4]   per entry: place, mode (0 raw, 1 fast, 2 tight, 3 whole), count of elements, bytes of `data`
+sums      uint64 [E, 4]  Σmix(old) and Σmix(new) over the entry's elements, two keys each: a, b, a, b
+index     int32, index64 int64: indices of raw entries; value1/2/4/8: their new bits, and tensors sent whole
+data      uint8: the other entries' bytes, in order
 
-raw needs no base; fast needs the old bits at the changed places. The mode is chosen per tensor by size.
+An entry is a segment of the schema's layout (`sync/pieces.py`), or with the codec `raw` a tensor. Its place is its
+number there, and places rise. raw needs no base. fast and tight need the old bits at the changed places, tight all of
+the segment's. An entry is sent whole where that is not larger.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..digest import ZERO, Sums, element_sums
-from ..errors import BaseMismatch, InvalidPatch, InvalidRequest, SchemaChanged
-from ..safetensors_io import pack, parse_header, view
-from ..tensors import Bits, Schema, State, TensorSpec, bits, schema_digest, unsigned
-from . import streams
-from .patch import MAX_INT32, Patch, TensorPatch
+from ..digest import PieceSums, change_sums_of, element_sums
+from ..errors import InvalidRequest
+from ..pieces import Piece, Segment, layout_of
+from ..safetensors_io import pack
+from ..tensors import Bits, Schema, State, TensorSpec, bits
+from ..threads import grouped, in_order
+from . import gaps, values
+from .patch import MAX_INT32, TensorPatch, compared
 
-CODECS = ("raw", "fast")
-FORMAT = "deltawire-delta-1"
-RAW, FAST, WHOLE = 0, 1, 2
-_VALUE = {1: "value1", 2: "value2", 4: "value4", 8: "value8"}
-_STREAMS = {
-    "entries": "I64", "sums": "U64", "index": "I32", "index64": "I64", "lens": "I64", "data": "U8",
-    "value1": "U8", "value2": "U16", "value4": "U32", "value8": "U64",
+CODECS = ("raw", "fast", "tight")
+BATCH = 1 << 20
+"""Elements of small segments that one thread takes together."""
+OBJECT_BYTES = 512 * 1024**2
+FORMAT = "deltawire-delta-2"
+RAW, FAST, TIGHT, WHOLE = range(4)
+VALUE = {1: "value1", 2: "value2", 4: "value4", 8: "value8"}
+STREAMS = {
+    "table": "I64", "sums": "U64", "index64": "I64", "value8": "U64", "index": "I32", "value4": "U32", "value2": "U16",
+    "value1": "U8", "data": "U8",
 }  # fmt: skip
 
 
 class Encoded(NamedTuple):
-    """A payload, and how it changes the state digest's sums."""
+    """Payloads (one object each), and what they add to the sums of the state's pieces."""
 
-    data: bytes
-    removed: Sums
-    added: Sums
-
-
-class Decoded(NamedTuple):
-    """What a payload says: absolute values ready to scatter (index None: the whole tensor), and the digest's change."""
-
-    patches: dict[str, tuple[NDArray[np.integer[Any]] | None, Bits]]
-    removed: Sums
-    added: Sums
+    objects: list[bytes]
+    change: PieceSums
 
 
-def encode(patch: Patch, schema: Schema, codec: str, whole: Callable[[str], Bits], base: State) -> Encoded:
-    """Write a payload for `patch`.
+_Parts = list[tuple[int, Piece, TensorPatch]]
+"""The changes in pieces of a segment: (the piece's number, the piece, its patch in indices of the tensor)."""
 
-    whole(name) gives a tensor's complete new flat bits, base the complete old state; both are read only for tensors
-    that are smaller sent whole. Raises InvalidRequest for an unknown codec.
+
+class _Entry(NamedTuple):
+    place: int
+    mode: int
+    elements: int
+    streams: tuple[tuple[str, bytes], ...]
+    sums: list[int]
+    pieces: list[int]
+    change: PieceSums
+
+    @property
+    def size(self) -> int:
+        return sum(len(data) for _, data in self.streams)
+
+
+def encode(
+    patch: Mapping[str, TensorPatch], schema: Schema, codec: str, base: State, *,
+    limit: int = OBJECT_BYTES, sparse: bool = False, threads: int | None = None,
+) -> Encoded:  # fmt: skip
+    """Write `patch` as payloads of at most `limit` bytes (one entry at least); none for an empty patch.
+
+    base: the complete old state; read by `tight` and for what is smaller sent whole, which `sparse` forbids. Raises
+    InvalidRequest for an unknown codec.
     """
+
+    def parts_of(segment: Segment) -> _Parts:
+        numbered = enumerate(segment.pieces, segment.first)
+        return [(n, piece, patch[piece.name].within(piece)) for n, piece in numbered if piece.name in patch]
+
+    return _encode(parts_of, schema, codec, base, limit=limit, sparse=sparse, threads=threads)
+
+
+def encode_states(
+    old: State, new: State, schema: Schema, codec: str, *, limit: int = OBJECT_BYTES, threads: int | None = None
+) -> Encoded:
+    """`encode` of what differs between two states, one segment after the other: the difference is never held whole."""
+
+    def parts_of(segment: Segment) -> _Parts:
+        numbered = enumerate(segment.pieces, segment.first)
+        return [(n, piece, compared(old, new, schema, piece)) for n, piece in numbered]
+
+    return _encode(parts_of, schema, codec, old, limit=limit, sparse=False, threads=threads)
+
+
+def _encode(
+    parts_of: Callable[[Segment], _Parts], schema: Schema, codec: str, base: State, *,
+    limit: int, sparse: bool, threads: int | None,
+) -> Encoded:  # fmt: skip
     if codec not in CODECS:
         raise InvalidRequest(f"unknown codec {codec!r}; known: {', '.join(CODECS)}")
-    out = _Writer()
-    for number, name in enumerate(sorted(schema)):
-        if name in patch:
-            out.add(number, name, patch[name], schema[name], codec, whole, base)
-    return Encoded(out.finish(codec, schema_digest(schema)), out.removed, out.added)
+    layout = layout_of(schema)
+    change = np.zeros((len(layout.pieces), 2), np.uint64)
+    places = layout.tensors if codec == "raw" else layout.segments
+
+    def work(batch: list[tuple[int, Segment]]) -> list[_Entry]:
+        return [
+            entry
+            for number, segment in batch
+            for entry in _entries(number, segment, parts_of(segment), schema, codec, base, limit=limit, sparse=sparse)
+        ]
+
+    objects: list[list[_Entry]] = []
+    room = 0
+    batches = grouped(list(enumerate(places)), [segment.size for segment in places], BATCH)
+    for entry in (e for found in in_order(work, batches, threads) for e in found):
+        if not objects or entry.size > room or entry.place == objects[-1][-1].place:
+            objects.append([])
+            room = limit
+        objects[-1].append(entry)
+        room -= entry.size
+        change[entry.pieces] += entry.change
+    return Encoded([_pack(entries, codec, layout.digest) for entries in objects], change)
 
 
-class _Writer:
-    def __init__(self) -> None:
-        self.entries: list[tuple[int, int, int]] = []
-        self.sums: list[tuple[int, int, int, int]] = []
-        self.parts: dict[str, list[bytes]] = {name: [] for name in _STREAMS}
-        self.lens: list[int] = []
-        self.removed = self.added = ZERO
-
-    def add(
-        self, number: int, name: str, patch: TensorPatch, spec: TensorSpec, codec: str,
-        whole: Callable[[str], Bits], base: State,
-    ) -> None:  # fmt: skip
-        mode, packed = self._choose(patch, spec, codec)
-        value = _VALUE[spec.width]
-        if mode == WHOLE:
-            new = whole(name)
-            old_sums, new_sums = element_sums(name, None, bits(base[name])), element_sums(name, None, new)
-            self.parts[value].append(new.tobytes())
-            count = spec.size
-        else:
-            old_sums = element_sums(name, patch.index, patch.old)
-            new_sums = element_sums(name, patch.index, patch.new)
-            count = len(patch.index)
-            if mode == RAW:
-                self.parts["index" if spec.size < MAX_INT32 else "index64"].append(patch.index.tobytes())
-                self.parts[value].append(patch.new.tobytes())
-            else:
-                self.lens.append(packed[0][0])
-                self.lens.extend(len(part) for _, part in packed)
-                self.parts["data"].extend(part for _, part in packed)
-        self.entries.append((number, mode, count))
-        self.sums.append((*old_sums, *new_sums))
-        self.removed, self.added = self.removed.plus(old_sums), self.added.plus(new_sums)
-
-    def _choose(self, patch: TensorPatch, spec: TensorSpec, codec: str) -> tuple[int, list[tuple[int, bytes]]]:
-        if codec == "raw":
-            sparse = len(patch.index) * (patch.index.itemsize + spec.width)
-            return (RAW if sparse < spec.nbytes else WHOLE), []
-        packed = _pack_fast(patch, spec.dtype)
-        return (FAST if sum(len(part) for _, part in packed) < spec.nbytes else WHOLE), packed
-
-    def finish(self, codec: str, schema: str) -> bytes:
-        self.parts["entries"] = [np.array(self.entries, dtype="<i8").tobytes()]
-        self.parts["sums"] = [np.array(self.sums, dtype="<u8").tobytes()]
-        self.parts["lens"] = [np.array(self.lens, dtype="<i8").tobytes()]
-        shapes = {"entries": (len(self.entries), 3), "sums": (len(self.sums), 4)}
-        tensors: dict[str, tuple[TensorSpec, bytes | memoryview]] = {}
-        for name, dtype in sorted(_STREAMS.items(), key=lambda item: item[1][-2:] != "64"):
-            raw = b"".join(self.parts[name])
-            spec = TensorSpec(dtype, ())
-            if raw or name in shapes:
-                tensors[name] = (spec._replace(shape=shapes.get(name, (len(raw) // spec.width,))), raw)
-        return pack(tensors, {"format": FORMAT, "codec": codec, "schema": schema})
+def empty(codec: str, schema: Schema) -> bytes:
+    """The payload that says that nothing changed."""
+    return _pack([], codec, layout_of(schema).digest)
 
 
-def _pack_fast(patch: TensorPatch, dtype: str) -> list[tuple[int, bytes]]:
-    """(raw size, packed bytes) of the gap stream and of each plane."""
-    zigzag = streams.distances(patch.old, patch.new, dtype)
-    order = streams.exponent_order(patch.old, dtype)
-    raws = [streams.pack_gaps(patch.index), *streams.planes(zigzag if order is None else zigzag[order])]
-    return [(len(raw), streams.compress(raw)) for raw in raws]
+def _entries(
+    number: int, segment: Segment, parts: _Parts, schema: Schema, codec: str, base: State, *,
+    limit: int, sparse: bool,
+) -> list[_Entry]:  # fmt: skip
+    parts = [(n, piece, part) for n, piece, part in parts if len(part.index)]
+    count = sum(len(part.index) for _, _, part in parts)
+    if not count:
+        return []
+    width = schema[segment.pieces[0].name].width
+    whole = segment.size * width
+    if codec == "raw":
+        spec = schema[segment.pieces[0].name]
+        if sparse or count * (_index_width(spec) + width) < whole:
+            return list(_raw(number, parts, spec, limit))
+    else:
+        mode, found = FAST if codec == "fast" else TIGHT, _joined(parts)
+        data = _coded(segment, [n - segment.first for n, _, _ in parts], found, mode, base)
+        if sparse or len(data) < whole:
+            return [_entry(number, mode, count, (("data", data),), parts, found)]
+    return [_whole(number, segment, parts, base, "data" if codec != "raw" else VALUE[width])]
 
 
-def decode(payload: bytes, schema: Schema, base: State | None) -> Decoded:
-    """Read a payload against `base` (raw payloads may be read without) and check all of it.
-
-    Raises SchemaChanged when it was made for another schema, BaseMismatch when the base differs at a touched place,
-    InvalidPatch for anything malformed. Nothing is written anywhere.
-    """
-    reader = _Reader(payload, schema)
-    patches: dict[str, tuple[NDArray[np.integer[Any]] | None, Bits]] = {}
-    removed = added = ZERO
-    for row, declared in zip(reader.entries, reader.sums, strict=True):
-        name, spec = reader.tensor(int(row[0]))
-        index, new, old = reader.read(name, spec, int(row[1]), int(row[2]), base)
-        old_sums, new_sums = Sums(*declared[:2]), Sums(*declared[2:])
-        if old is not None and element_sums(name, index, old) != old_sums:
-            raise BaseMismatch(f"tensor {name!r}: the base differs from the one this delta was made for")
-        if element_sums(name, index, new) != new_sums:
-            raise InvalidPatch(f"tensor {name!r}: the decoded values fail their check")
-        patches[name] = (index, new)
-        removed, added = removed.plus(old_sums), added.plus(new_sums)
-    reader.finish()
-    return Decoded(patches, removed, added)
+def _index_width(spec: TensorSpec) -> int:
+    return 4 if spec.size < MAX_INT32 else 8
 
 
-class _Reader:
-    """Hands out streams in order; every byte must be used exactly once."""
+def _raw(number: int, parts: _Parts, spec: TensorSpec, limit: int) -> Iterator[_Entry]:
+    """One tensor's changes, in as many entries as the limit asks for."""
+    name = "index" if spec.size < MAX_INT32 else "index64"
+    most = max(1, limit // (_index_width(spec) + spec.width))
+    index, new = (np.concatenate([getattr(part, field) for _, _, part in parts]) for field in ("index", "new"))
+    for at in range(0, len(index), most):
+        cut = slice(at, at + most)
+        first, last = int(index[cut][0]), int(index[cut][-1]) + 1
+        inside = [(n, p, part.within(Piece(p.name, first, last))) for n, p, part in parts]
+        streams = ((name, index[cut].tobytes()), (VALUE[spec.width], new[cut].tobytes()))
+        inside = [part for part in inside if len(part[2].index)]
+        yield _entry(number, RAW, len(index[cut]), streams, inside, _joined(inside))
 
-    def __init__(self, payload: bytes, schema: Schema) -> None:
-        metadata, found = parse_header(payload, "delta payload", InvalidPatch)
-        if metadata.get("format") != FORMAT:
-            raise InvalidPatch(f"payload format is {metadata.get('format')!r}, this build reads {FORMAT}")
-        if metadata.get("schema") != schema_digest(schema):
-            raise SchemaChanged("the delta was made for other tensor names, shapes or dtypes than the base has")
-        for name, entry in found.items():
-            if _STREAMS.get(name) != entry.spec.dtype:
-                raise InvalidPatch(f"unexpected stream {name!r} of {entry.spec.dtype}")
-        self._streams = {name: view(payload, entry).reshape(-1) for name, entry in found.items()}
-        self._at = dict.fromkeys(_STREAMS, 0)
-        self._schema, self._names = schema, sorted(schema)
-        self._last = -1
-        entries = self._streams.pop("entries", np.empty(0, np.uint64)).view("<i8")
-        sums = self._streams.pop("sums", np.empty(0, np.uint64))
-        if len(entries) % 3 or len(sums) % 4 or len(entries) // 3 != len(sums) // 4 or len(entries) // 3 > len(schema):
-            raise InvalidPatch(
-                f"payload has {len(entries)} entry fields and {len(sums)} sums for {len(schema)} tensors"
-            )
-        self.entries: list[list[int]] = entries.reshape(-1, 3).tolist()
-        self.sums: list[list[int]] = sums.reshape(-1, 4).tolist()
 
-    def tensor(self, number: int) -> tuple[str, TensorSpec]:
-        """The tensor of an entry; numbers must rise."""
-        if not self._last < number < len(self._names):
-            raise InvalidPatch(f"tensor number {number} is out of order or range")
-        self._last = number
-        name = self._names[number]
-        return name, self._schema[name]
+class _Joined(NamedTuple):
+    """The changes of some pieces of a segment one after the other, those of the k-th from cuts[k] to cuts[k + 1]."""
 
-    def take(self, stream: str, count: int) -> Bits:
-        """The next `count` elements of a stream."""
-        at, have = self._at[stream], self._streams.get(stream)
-        if count < 0 or have is None or at + count > len(have):
-            if count == 0:
-                return np.empty(0, np.uint8)
-            raise InvalidPatch(f"stream {stream!r} ends before {count} more elements")
-        self._at[stream] = at + count
-        return have[at : at + count]
+    cuts: NDArray[np.int64]
+    places: NDArray[np.integer[Any]]
+    old: Bits
+    new: Bits
 
-    def read(
-        self, name: str, spec: TensorSpec, mode: int, count: int, base: State | None
-    ) -> tuple[NDArray[np.integer[Any]] | None, Bits, Bits | None]:
-        """(index, new bits, old bits or None without a base) of one entry."""
-        if mode not in (RAW, FAST, WHOLE) or not 0 < count <= spec.size or (mode == WHOLE and count != spec.size):
-            raise InvalidPatch(f"tensor {name!r}: mode {mode} with {count} of {spec.size} elements")
-        old_all = None if base is None else bits(base[name])
-        if mode == WHOLE:
-            return None, self._values(spec, count), old_all
-        if mode == RAW:
-            small = spec.size < MAX_INT32
-            index: NDArray[Any] = self.take("index" if small else "index64", count).view("<i4" if small else "<i8")
-            if index[0] < 0 or index[-1] >= spec.size or not bool((index[1:] > index[:-1]).all()):
-                raise InvalidPatch(f"tensor {name!r}: indices are not strictly increasing within {spec.size}")
-            return index, self._values(spec, count), None if old_all is None else old_all[index]
-        if old_all is None:
-            raise BaseMismatch(f"tensor {name!r} is coded against a base, and none was given")
-        return self._fast(spec, count, old_all)
 
-    def _values(self, spec: TensorSpec, count: int) -> Bits:
-        return self.take(_VALUE[spec.width], count).astype(unsigned(spec.width))
+def _joined(parts: _Parts) -> _Joined:
+    columns = ([getattr(part, name) for _, _, part in parts] for name in ("index", "old", "new"))
+    cuts = np.cumsum([0, *(len(part.index) for _, _, part in parts)])
+    return _Joined(cuts, *(column[0] if len(column) == 1 else np.concatenate(column) for column in columns))
 
-    def _fast(self, spec: TensorSpec, count: int, old_all: Bits) -> tuple[NDArray[np.integer[Any]], Bits, Bits]:
-        raw_gaps, *packed = (int(n) for n in self.take("lens", 2 + spec.width).view("<i8"))
-        if not count <= raw_gaps <= streams.max_gap_bytes(count, spec.size):
-            raise InvalidPatch(f"a gap stream of {raw_gaps} bytes cannot hold {count} indices below {spec.size}")
-        if any(n < 0 for n in packed):
-            raise InvalidPatch("a stream has a negative length")
-        blobs = [self.take("data", n).tobytes() for n in packed]
-        index = streams.unpack_gaps(streams.decompress(blobs[0], raw_gaps), count, spec.size)
-        old = old_all[index]
-        values = streams.join_planes([streams.decompress(b, count) for b in blobs[1:]], count)
-        order = streams.exponent_order(old, spec.dtype)
-        if order is not None:
-            unsorted = np.empty_like(values)
-            unsorted[order] = values
-            values = unsorted
-        return index, streams.from_distances(old, values, spec.dtype), old
 
-    def finish(self) -> None:
-        """Every stream must be consumed exactly."""
-        for name, data in self._streams.items():
-            if self._at[name] != len(data):
-                raise InvalidPatch(f"stream {name!r} has {len(data) - self._at[name]} elements too many")
+def _coded(segment: Segment, inside: list[int], found: _Joined, mode: int, base: State) -> bytes:
+    from .. import kernels
+
+    shifted = found.places.copy()
+    kernels.shift(shifted, found.cuts, -segment.offsets[inside])
+    index = shifted.astype(np.int32, copy=False)
+    line = values.line_of(segment.dtype)
+    if mode == FAST:
+        where = gaps.pack_fast(index, segment.size)
+    else:
+        where = gaps.pack_tight(index, segment_bits(segment, base), line)
+    return where + values.pack(found.old, found.new, line)
+
+
+def segment_bits(segment: Segment, state: State) -> list[Bits]:
+    """The bits of a segment's pieces, flat views."""
+    return [bits(state[piece.name])[piece.start : piece.stop] for piece in segment.pieces]
+
+
+def _entry(
+    place: int, mode: int, count: int, streams: tuple[tuple[str, bytes], ...], parts: _Parts, found: _Joined
+) -> _Entry:  # fmt: skip
+    each = change_sums_of([piece.name for _, piece, _ in parts], *found)
+    return _summed(place, mode, count, streams, [n for n, _, _ in parts], each)
+
+
+def _whole(number: int, segment: Segment, parts: _Parts, base: State, stream: str) -> _Entry:
+    changed = {n: part for n, _, part in parts}
+    each, blobs = [], []
+    for n, (piece, old) in enumerate(zip(segment.pieces, segment_bits(segment, base), strict=True), segment.first):
+        new = old.copy()
+        if n in changed:
+            new[changed[n].index - piece.start] = changed[n].new
+        before, after = (element_sums(piece.name, None, flat, start=piece.start) for flat in (old, new))
+        each.append((*before, *after))
+        blobs.append(new.tobytes())
+    numbers = list(range(segment.first, segment.first + len(each)))
+    streams = ((stream, b"".join(blobs)),)
+    return _summed(number, WHOLE, segment.size, streams, numbers, np.array(each, np.uint64))
+
+
+def _summed(
+    place: int, mode: int, count: int, streams: tuple[tuple[str, bytes], ...], pieces: list[int],
+    each: NDArray[np.uint64],
+) -> _Entry:  # fmt: skip
+    """An entry of pieces with these sums over their old and new bits, [pieces, 4]."""
+    totals: list[int] = each.sum(axis=0, dtype=np.uint64).tolist()
+    return _Entry(place, mode, count, streams, totals, pieces, each[:, 2:] - each[:, :2])
+
+
+def _pack(entries: list[_Entry], codec: str, schema: str) -> bytes:
+    parts: dict[str, list[bytes]] = {name: [] for name in STREAMS}
+    rows = []
+    for entry in entries:
+        rows.append((entry.place, entry.mode, entry.elements, sum(len(d) for n, d in entry.streams if n == "data")))
+        for name, data in entry.streams:
+            parts[name].append(data)
+    parts["table"] = [np.array(rows, "<i8").tobytes()]
+    parts["sums"] = [np.array([entry.sums for entry in entries], "<u8").tobytes()]
+    tensors: dict[str, tuple[TensorSpec, bytes | memoryview]] = {}
+    for name, dtype in STREAMS.items():
+        raw = parts[name][0] if len(parts[name]) == 1 else b"".join(parts[name])
+        if raw:
+            width = TensorSpec(dtype, ()).width
+            shape = (len(entries), 4) if name in ("table", "sums") else (len(raw) // width,)
+            tensors[name] = (TensorSpec(dtype, shape), raw)
+    return pack(tensors, {"format": FORMAT, "codec": codec, "schema": schema})

@@ -29,7 +29,7 @@ TOO_LONG_CODES = frozenset({"prompt_too_long", "sequence_too_long", "body_too_la
 REFUSED_CODES = frozenset(
     {
         "invalid_request", "empty_prompt", "unknown_token", "template", "template_not_prefix_preserving",
-        "no_chat_template", "unsupported",
+        "no_chat_template", "unsupported", "model_not_found", "session_not_found", "session_full", "conflict",
     }
 )  # fmt: skip
 """Error codes that mean: the same call will be refused again."""
@@ -37,6 +37,9 @@ TRANSIENT_CODES = frozenset(
     {"deadline", "not_ready", "engine_failed", "internal", "model_changed", "not_finite", "overloaded"}
 )
 """Error codes that mean: infrastructure; the same call may work later, and nothing is known of the policy."""
+
+
+StopText = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class ErrorBody(Wire):
@@ -60,11 +63,16 @@ class Message(Wire):
 
 
 class Sampling(Wire):
-    """How to sample. `seed` makes one call repeatable on one weight version; stop is the model's own end token."""
+    """How to sample. `seed` makes one call repeatable on one weight version.
+
+    An output ends with the model's own end token, or with the token that completes one of the texts in `stop`: that
+    token is part of the output, and the text may go on behind the stop text within it.
+    """
 
     max_tokens: int = Field(default=64, ge=1, le=1_048_576)
     temperature: Temperature = 1.0
     seed: int | None = Field(default=None, ge=0, le=2**63 - 1)
+    stop: Annotated[tuple[StopText, ...], Field(max_length=16)] = ()
 
 
 class GenerateCall(Wire):
@@ -99,8 +107,8 @@ class CallResult(Wire):
     """What one call gave: the exact ids seen and sampled, one logprob per output id, and who sampled what.
 
     logprobs are natural logs under the sampling distribution (temperature applied). `text` is derived from the ids,
-    for people and environments, without the end token. `error` is set instead of a finish reason when this call was
-    refused or aborted.
+    for people and environments, without the end token and without a stop text and what follows it. `error` is set
+    instead of a finish reason when this call was refused or aborted.
     """
 
     id: str
@@ -145,6 +153,8 @@ class SyncStatus(Wire):
 
     digest_checks counts comparisons of a state digest with a manifest (one per version applied, one per full audit),
     digest_failures how many differed. `lag` is head minus engine version within the head's epoch (None: unknown).
+    `paused`: weights are being exchanged, no call advances. `ways` says per checkpoint tensor how the engine found its
+    places; one not listed is a parameter of its own name.
     """
 
     ready: bool
@@ -155,6 +165,7 @@ class SyncStatus(Wire):
     head: IdentityText | None = None
     state_digest: str | None = None
     lag: int | None = None
+    paused: bool = False
     highest_reported: IdentityText | None = None
     versions_applied: int = 0
     anchors_loaded: int = 0
@@ -166,3 +177,4 @@ class SyncStatus(Wire):
     polls: int = 0
     last_error: str = ""
     engine: dict[str, float | int | str] = {}
+    ways: dict[str, str] = {}

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
+
+Content: TypeAlias = bytes | Path
+"""What a batch writes under a key: bytes, or a file that is read while it is sent (never whole in memory)."""
 
 
 class ObjectInfo(NamedTuple):
@@ -24,11 +27,16 @@ class ObjectInfo(NamedTuple):
 
 @runtime_checkable
 class Store(Protocol):
-    """Objects under keys of one run. Every method may raise StoreUnavailable; keys are checked by `check_key`."""
+    """Objects under keys of one run. Every method may raise StoreUnavailable, and may be called from several threads;
+    keys are checked by `check_key`.
+
+    `lag`: seconds that a listing or a look-up may trail behind the last write; writers wait that long after a claim.
+    """
 
     url: str
+    lag: float
 
-    def put_batch(self, objects: Mapping[str, bytes]) -> None:
+    def put_batch(self, objects: Mapping[str, Content]) -> None:
         """Write all objects, in no promised order and not atomically; each single object appears whole or not at all.
 
         Returns only when all were accepted. A raised StoreUnavailable is an unknown outcome: any of them may exist.
@@ -55,3 +63,8 @@ class Store(Protocol):
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; missing ones are no error."""
         ...
+
+
+def content_size(content: Content) -> int:
+    """Bytes that a content has."""
+    return content.stat().st_size if isinstance(content, Path) else len(content)

@@ -12,10 +12,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import ConfigError, CorruptObject, ObjectMissing, StoreUnavailable
-from ..layout import check_key
-from .base import ObjectInfo
+from ..layout import check_key, is_key_part
+from .base import Content, ObjectInfo
 
 _PART = ".part-"
+_PARTS = ".parts"
+_STALE = 86_400.0
 
 
 class DirectoryStore:
@@ -27,6 +29,7 @@ class DirectoryStore:
 
     def __init__(self, root: Path, *, create: bool = False, writable: bool = False) -> None:
         self.url = f"file://{root.absolute()}"
+        self.lag = 0.0
         self._root = root
         try:
             if create:
@@ -35,9 +38,15 @@ class DirectoryStore:
                 raise ConfigError(f"{self.url}: no such bucket folder; start the trainer first, or create it")
             os.scandir(root).close()
             if writable or create:
-                probe = root / f"{_PART}{secrets.token_hex(8)}"
+                (root / _PARTS).mkdir(exist_ok=True)
+                probe = root / _PARTS / secrets.token_hex(8)
                 probe.write_bytes(b"")
+                now = probe.stat().st_mtime
                 probe.unlink()
+                for left in (root / _PARTS).iterdir():  # what a killed writer left, among what others write now
+                    with suppress(FileNotFoundError, PermissionError):
+                        if left.stat().st_mtime < now - _STALE:
+                            left.unlink()
         except OSError as error:
             raise ConfigError(
                 f"{self.url}: cannot be used as a bucket ({error.strerror}); choose a folder that this user may "
@@ -47,20 +56,33 @@ class DirectoryStore:
     def _path(self, key: str) -> Path:
         return self._root / check_key(key)
 
-    def put_batch(self, objects: Mapping[str, bytes]) -> None:
+    def put_batch(self, objects: Mapping[str, Content]) -> None:
         """See Store."""
         with self._available("write"):
-            for key, data in objects.items():
+            for key, content in objects.items():
                 path = self._path(key)
                 path.parent.mkdir(parents=True, exist_ok=True)
-                part = path.parent / f"{_PART}{secrets.token_hex(8)}"
-                with part.open("wb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-                part.replace(path)
+                self._write(content, path)
             for folder in {self._path(key).parent for key in objects}:
                 _sync_folder(folder)
+
+    def _write(self, content: Content, path: Path) -> None:
+        parts = self._root / _PARTS
+        parts.mkdir(exist_ok=True)
+        part = parts / secrets.token_hex(8)
+        try:
+            with part.open("wb") as file:
+                if isinstance(content, Path):
+                    with content.open("rb") as source:
+                        shutil.copyfileobj(source, file, 1 << 20)
+                else:
+                    file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
 
     def get(self, key: str, *, limit: int) -> bytes:
         """See Store."""
@@ -71,9 +93,13 @@ class DirectoryStore:
         """See Store."""
         part = path.with_name(f"{_PART}{secrets.token_hex(8)}")
         with self._available("read"), self._open(key, limit) as file:
-            with os.fdopen(os.dup(file), "rb") as source, part.open("wb") as target:
-                shutil.copyfileobj(source, target)
-            part.replace(path)
+            try:
+                with os.fdopen(os.dup(file), "rb") as source, part.open("wb") as target:
+                    shutil.copyfileobj(source, target)
+                part.replace(path)
+            except BaseException:
+                part.unlink(missing_ok=True)
+                raise
 
     @contextmanager
     def _open(self, key: str, limit: int) -> Iterator[int]:
@@ -95,7 +121,7 @@ class DirectoryStore:
         """See Store."""
         folder = self._root / prefix[: prefix.rindex("/") + 1] if "/" in prefix else self._root
         with self._available("list"):
-            found = [self._stat(path) for path in folder.rglob("*") if not path.name.startswith(_PART)]
+            found = [self._stat(path) for path in _files(folder)]
         return sorted(i for i in found if i is not None and i.key.startswith(prefix))
 
     def info(self, keys: Iterable[str]) -> dict[str, ObjectInfo]:
@@ -128,11 +154,25 @@ class DirectoryStore:
         except PermissionError as error:
             raise ConfigError(f"{self.url}: no permission to {what} {error.filename}") from None
         except OSError as error:
+            if error.errno == errno.EROFS:
+                raise ConfigError(f"{self.url}: cannot {what} ({error.strerror})") from None
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             if full and what == "read":
                 raise  # the bucket was only read: it is the disk of the copy
             hint = "; free some space" if full else ""
             raise StoreUnavailable(f"{self.url}: cannot {what} ({error.strerror or error}){hint}") from None
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Every file below a folder whose path may be a key. One that may not be read is an error, not an empty folder."""
+
+    def stop(error: OSError) -> None:
+        if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+            raise error
+
+    for at, folders, names in os.walk(folder, onerror=stop):
+        folders[:] = [name for name in folders if is_key_part(name)]
+        yield from (Path(at, name) for name in names if is_key_part(name))
 
 
 def _read_all(file: int) -> bytes:

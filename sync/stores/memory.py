@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..errors import CorruptObject, ObjectMissing
 from ..layout import check_key
-from .base import ObjectInfo
+from .base import Content, ObjectInfo
 
 
 class MemoryStore:
@@ -18,19 +18,21 @@ class MemoryStore:
 
     def __init__(self, *, now: Callable[[], float] = time.time) -> None:
         self.url = "memory:"
+        self.lag = 0.0
         self._now = now
         self._lock = threading.Lock()
         self._objects: dict[str, tuple[bytes, ObjectInfo]] = {}
         self._etags = itertools.count()
 
-    def put_batch(self, objects: Mapping[str, bytes]) -> None:
+    def put_batch(self, objects: Mapping[str, Content]) -> None:
         """See Store."""
         for key in objects:
             check_key(key)
+        read = {k: c.read_bytes() if isinstance(c, Path) else bytes(c) for k, c in objects.items()}
         with self._lock:
-            for key, data in objects.items():
+            for key, data in read.items():
                 info = ObjectInfo(key, len(data), self._now(), str(next(self._etags)))
-                self._objects[key] = (bytes(data), info)
+                self._objects[key] = (data, info)
 
     def get(self, key: str, *, limit: int) -> bytes:
         """See Store."""

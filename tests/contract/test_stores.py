@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -11,9 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.devhub import HubProcess
+from support.faults import FaultStore
 
 from sync.errors import ConfigError, CorruptObject, ObjectMissing, StoreUnavailable
 from sync.stores import DirectoryStore, MemoryStore, Store, open_store
+from sync.stores.hub import HubStore
 
 pytestmark = pytest.mark.contract
 
@@ -24,12 +28,24 @@ BAD_KEYS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(params=["memory", "directory"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubProcess]:
+    """One Hub for all; it answers reads by a redirect to a second port, as the real one does."""
+    folder = tmp_path_factory.mktemp("hub")
+    with pytest.MonkeyPatch.context() as patch, HubProcess(folder / "server", "--cdn") as server:
+        patch.setenv("HF_HOME", str(folder / "home"))  # what hf_xet remembers of uploads belongs to this Hub
+        yield server
+
+
+@pytest.fixture(params=["memory", "directory", "hub", "hub behind faults"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     if request.param == "memory":
-        yield MemoryStore()
-    else:
-        yield DirectoryStore(tmp_path / "bucket", create=True, writable=True)
+        return MemoryStore()
+    if request.param == "directory":
+        return DirectoryStore(tmp_path / "bucket", create=True, writable=True)
+    server: HubProcess = request.getfixturevalue("hub")
+    found = HubStore(f"hf://buckets/local/contract/{secrets.token_hex(8)}", create=True, endpoint=server.url)
+    return found if request.param == "hub" else FaultStore(found)
 
 
 def test_is_a_store(store: Store) -> None:
@@ -49,7 +65,7 @@ def test_round_trip(store: Store, data: bytes, tmp_path: Path) -> None:
 
 def test_overwrite_shows_the_new_bytes_and_always_changes_the_etag(store: Store) -> None:
     etags = []
-    for n in range(200):
+    for n in range(30 if store.url.startswith("hf://") else 200):
         store.put_batch({"heads/h.json": b"%04d" % n})
         assert store.get("heads/h.json", limit=4) == b"%04d" % n
         etags.append(store.info(["heads/h.json"])["heads/h.json"].etag)
@@ -124,6 +140,64 @@ def test_a_key_outside_the_grammar_is_refused_by_every_method(store: Store, key:
     with pytest.raises(CorruptObject):
         store.delete([key])
     assert [i.key for i in store.list("")] == ["a/b"]
+
+
+def test_files_are_sent_like_bytes(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "large").write_bytes(bytes(range(256)) * 20_000)
+    store.put_batch({"w/empty": tmp_path / "empty", "w/large": tmp_path / "large", "w/bytes": b"x"})
+    (tmp_path / "large").write_bytes(b"changed after the call")
+    assert {i.key: i.size for i in store.list("w/")} == {"w/bytes": 1, "w/empty": 0, "w/large": 5_120_000}
+    assert store.get("w/large", limit=5_120_000) == bytes(range(256)) * 20_000
+    store.fetch("w/empty", tmp_path / "copy", limit=0)
+    assert (tmp_path / "copy").read_bytes() == b""
+    with pytest.raises(CorruptObject, match="5120000 bytes"):
+        store.fetch("w/large", tmp_path / "copy", limit=5_119_999)
+    assert (tmp_path / "copy").read_bytes() == b""
+
+
+def test_nothing_to_do_is_no_error(store: Store) -> None:
+    store.put_batch({})
+    store.delete([])
+    assert store.info([]) == {}
+    assert store.list("") == []
+
+
+def test_more_than_a_thousand_keys(store: Store) -> None:
+    keys = [f"w/{n % 7}/{n:04d}" for n in range(1100)]
+    store.put_batch({key: key[-2:].encode() for key in keys})
+    assert [i.key for i in store.list("")] == sorted(keys)
+    found = store.info([*keys, "w/none"])
+    assert set(found) == set(keys)
+    assert {i.size for i in found.values()} == {2}
+    store.delete(keys[1:])
+    assert [i.key for i in store.list("")] == keys[:1]
+
+
+def test_threads_may_share_a_store(store: Store, tmp_path: Path) -> None:
+    wrong: list[object] = []
+
+    def use(number: int) -> None:
+        for n in range(5):
+            key, data = f"w/{number}/{n}", bytes([number, n]) * 10_000
+            store.put_batch({key: data, f"heads/{number}": b"%d" % n})
+            store.fetch(key, tmp_path / str(number), limit=BIG)
+            seen = (
+                store.get(key, limit=BIG),
+                (tmp_path / str(number)).read_bytes(),
+                store.get(f"heads/{number}", limit=1),
+            )
+            if seen != (data, data, b"%d" % n) or len(store.info([key])) != 1:
+                wrong.append((number, n))
+        store.delete([f"w/{number}/{n}" for n in range(4)])
+
+    threads = [threading.Thread(target=use, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    assert wrong == []
+    assert [i.key for i in store.list("w/")] == [f"w/{n}/4" for n in range(4)]
 
 
 def test_concurrent_readers_never_see_half_an_object(store: Store, tmp_path: Path) -> None:
@@ -203,9 +277,8 @@ def test_leftovers_of_a_killed_writer_are_invisible(tmp_path: Path) -> None:
         assert child.stdout.readline() == b"going\n"
         seen: list[Path] = []
         while not seen:  # catch it in the middle of a write
-            seen = list((tmp_path / "w").glob(".*"))
+            seen = list((tmp_path / ".parts").glob("*"))
         child.send_signal(signal.SIGKILL)
-    (tmp_path / "w" / ".part-0123456789abcdef").write_bytes(b"half")
     store = DirectoryStore(tmp_path)
     assert [i.key for i in store.list("")] == ["w/0", "w/1", "w/2"]
     for info in store.list("w/"):
@@ -220,6 +293,16 @@ def test_open_store_by_url(tmp_path: Path) -> None:
     made.put_batch({"x": b"1"})
     assert (folder / "x").read_bytes() == b"1"
     assert open_store(str(folder)).get("x", limit=1) == b"1"
-    for url in ("", "memory:", "s3://x/y", "file://host/x", "file:", f"file://{tmp_path}/none"):
+    assert (open_store(str(folder)).lag, open_store(str(folder), lag=3.5).lag) == (0.0, 3.5)
+    bad = ["", "memory:", "s3://x/y", "file://host/x", "file:", f"file://{tmp_path}/none"]
+    bad += [
+        f"hf://{rest}"
+        for rest in ("", "buckets", "buckets/a", "buckets/a/b", "buckets/a/b/", "a/b/c", "datasets/a/b/c")
+    ]
+    bad += [
+        f"hf://buckets/{rest}"
+        for rest in ("a/b/../c", "a/b//c", "a/b/c?d", "a/b/c#d", "a/../c", "/b/c", "a/b/ä", "a b/c/d")
+    ]
+    for url in bad:
         with pytest.raises(ConfigError):
             open_store(url)

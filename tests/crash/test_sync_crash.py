@@ -44,15 +44,15 @@ pytestmark = pytest.mark.crash
 
 
 def write_a_channel(store: FaultStore, takeover: bool) -> None:
-    """Claim, an anchor, deltas with and without objects, anchors made behind, a changed schema, lists, close."""
-    writer = publisher(store, anchor_share=0.3, catchup_every=2)
+    """Claim, resume, deltas with and without objects, anchors and spans behind, collecting, a changed schema, close."""
+    writer = publisher(store, anchor_share=0.3, catchup_every=2, largest_span=8, collect_every=2, grace=0.0)
     state = small_state(3)
     writer.open(state, stamp(0), takeover=takeover)
-    for n in range(1, 4):
-        state = nudged(state, n, share=0.3)
+    for n in range(1, 8):
+        state = nudged(state, n, share=0.1)
         publish(writer, state, n)
-    publish(writer, state, 4)
-    publish(writer, {**state, "more": state["norm"]}, 5)
+    publish(writer, state, 8)
+    publish(writer, {**state, "more": state["norm"]}, 9)
     writer.close()
 
 

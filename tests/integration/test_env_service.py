@@ -22,8 +22,8 @@ from env_space.config import EnvConfig, PolicyLimits, Pool, Stages
 from env_space.environments import ENVIRONMENTS, Environment, Turn
 from env_space.environments.base import user
 from env_space.service.store import RolloutStore
+from sync.artifacts import ArtifactPublisher
 from sync.errors import ConfigError
-from sync.publisher import ArtifactPublisher
 from sync.schema.artifacts import Curriculum, CurriculumEntry
 from sync.schema.calls import ErrorResponse, Message
 from sync.schema.rollouts import Group, LeaseResponse, Rollout, RolloutPage, RunInfo, RunRequest, ServiceStatus

@@ -7,78 +7,33 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
 import openai
 import pytest
 import torch
-import uvicorn
+from support.space import KEY, TOKEN, Space
 from support_tiny import make_checkpoint, publishing, reference, state_of, wait_until
 
-from inference_space.app import create_app
 from inference_space.engines.base import Call
-from inference_space.engines.torch_engine import TorchEngine
-from sync import Follower, Identity, MemoryStore, Stamp, Store, open_store
+from sync import Identity, MemoryStore, Stamp, open_store
 from sync.chains import ChainBuilder
 from sync.schema.calls import (
     MAX_CALLS,
-    CallResult,
     GenerateCall,
     GenerateRequest,
     GenerateResponse,
     Message,
     Sampling,
     ScoreResponse,
-    SyncStatus,
 )
-from sync.serving import bind, url_of
 
 pytestmark = pytest.mark.integration
-TOKEN = "a-token-of-sixteen-and-more"
-KEY = {"Authorization": f"Bearer {TOKEN}"}
 USER = Message(role="user", content="Guess a number between 1 and 99.")
-
-
-class Space:
-    """One Space in this process: engine, follower thread, server thread, client."""
-
-    def __init__(self, stack: ExitStack, store: Store, folder: Path, **settings: Any) -> None:
-        limits = {"max_slots": 16, "max_len": 128, "max_queued": 64, "pause_seconds": 60}
-        app_settings = {k: settings.pop(k) for k in ("max_body_bytes", "request_seconds") if k in settings}
-        self.engine = TorchEngine(**(limits | settings))
-        stack.callback(self.engine.close)
-        self.follower = Follower(store, folder, self.engine)
-        stack.callback(self.follower.close)
-        stop = threading.Event()
-        following = threading.Thread(target=self.follower.run, args=(stop, 60.0))
-        following.start()
-        stack.callback(following.join)
-        stack.callback(stop.set)
-        started = threading.Event()
-        app = create_app(self.engine, self.follower, token=TOKEN, on_start=started.set, **app_settings)
-        listener = stack.enter_context(bind("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", ws="none", timeout_graceful_shutdown=1))
-        serving = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        serving.start()
-        stack.callback(serving.join)
-        stack.callback(setattr, server, "should_exit", True)
-        assert started.wait(60)
-        self.url = url_of(listener)
-        self.http = stack.enter_context(httpx.Client(base_url=self.url, headers=KEY, timeout=60))
-
-    def status(self) -> SyncStatus:
-        return SyncStatus.model_validate_json(self.http.get("/sync/status").content)
-
-    def generate(self, *calls: GenerateCall) -> list[CallResult]:
-        answer = self.http.post("/v1/generate", content=GenerateRequest(calls=calls).model_dump_json())
-        assert answer.status_code == 200, answer.text
-        return list(GenerateResponse.model_validate_json(answer.content).calls)
 
 
 @pytest.fixture(scope="module")
@@ -95,27 +50,6 @@ def space(checkpoints: tuple[Path, Path], tmp_path_factory: pytest.TempPathFacto
         space = Space(stack, store, tmp_path_factory.mktemp("mirror"), max_body_bytes=1 << 20)
         wait_until(lambda: space.http.get("/ready").status_code == 200)
         yield space
-
-
-ROUTES = [
-    ("GET", "/ready"),
-    ("GET", "/sync/status"),
-    ("POST", "/sync/poke"),
-    ("POST", "/v1/generate"),
-    ("POST", "/v1/score"),
-    ("GET", "/v1/models"),
-    ("POST", "/v1/chat/completions"),
-    ("GET", "/nowhere"),
-]
-
-
-@pytest.mark.parametrize(("method", "path"), ROUTES)
-@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}, {"x-api-key": TOKEN[:-1]}])
-def test_every_route_but_health_wants_the_token(space: Space, method: str, path: str, headers: dict[str, str]) -> None:
-    answer = httpx.request(method, space.url + path, headers=headers)
-    assert answer.status_code == 401
-    assert answer.json()["error"]["code"] == "unauthorized"
-    assert httpx.get(space.url + "/health").json() == {"status": "alive"}
 
 
 def test_a_chain_of_calls_is_one_chain_of_exact_tokens(space: Space, checkpoints: tuple[Path, Path]) -> None:
@@ -212,7 +146,7 @@ def client(space: Space) -> Iterator[openai.OpenAI]:
 
 def test_the_openai_client_gets_a_completion(space: Space, client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
-        model="anything",
+        model="policy",
         messages=[{"role": "user", "content": [{"type": "text", "text": USER.content}]}],
         max_completion_tokens=5,
         seed=3,
@@ -238,9 +172,8 @@ def test_the_openai_client_gets_a_completion(space: Space, client: openai.OpenAI
     ("name", "value"),
     [
         ("n", 2),
-        ("stream", True),
-        ("stop", ["x"]),
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("stop", 7),
+        ("tools", [{"type": "function", "function": {}}]),
         ("top_p", 0.5),
         ("response_format", {"type": "json_object"}),
         ("repetition_penalty", 1.1),
@@ -248,14 +181,16 @@ def test_the_openai_client_gets_a_completion(space: Space, client: openai.OpenAI
 )
 def test_what_chat_cannot_honour_is_refused_by_name(client: openai.OpenAI, name: str, value: object) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}], extra_body={name: value})
-    assert caught.value.param == name
+        client.chat.completions.create(
+            model="policy", messages=[{"role": "user", "content": "x"}], extra_body={name: value}
+        )
+    assert str(caught.value.param).partition(".")[0] == name
     assert caught.value.type == "invalid_request_error"
 
 
 def test_an_over_long_chat_names_the_limit(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="max_len = 128"):
-        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x " * 500}])
+        client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "x " * 500}])
 
 
 def test_a_new_version_is_served_after_a_poke(checkpoints: tuple[Path, Path], tmp_path: Path) -> None:

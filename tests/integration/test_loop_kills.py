@@ -31,7 +31,12 @@ from sync.schema.calls import SyncStatus
 from sync.schema.wire import Manifest
 from sync.stores import DirectoryStore
 
-pytestmark = [pytest.mark.integration, pytest.mark.crash, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.crash,
+    pytest.mark.timeout(300),
+    pytest.mark.xdist_group("loop"),
+]
 STEPS, GROUPS, SIZE = 36, 4, 4
 SECONDS = 120
 
@@ -295,7 +300,9 @@ def test_the_channel_keeps_its_promises(story: Story) -> None:
 
 def test_a_killed_inference_space_resumes_from_its_mirror(story: Story) -> None:
     resumed = story.resumed
-    assert resumed.anchors_loaded == 0, "its mirror was enough"
+    first, second = story.crew.inference.events("recovered")  # behind that, an anchor may be fewer bytes than deltas
+    assert Identity.parse(first["version"]) >= story.version_before_kill, "its mirror was never behind the engine"
+    assert second["version"] == first["version"], "the second restart was given the disk of the first kill"
     assert resumed.digest_checks > 0
     assert resumed.digest_failures == 0
     assert resumed.version is not None

@@ -29,12 +29,16 @@ def as_bits(state: State) -> State:
 class Channel(RuleBasedStateMachine):
     """`model` is what was ever published; `highest` what the follower's clients have seen."""
 
-    @initialize(share=st.sampled_from([0.0, 0.2, 4.0]), every=st.integers(0, 5), codec=st.sampled_from(["raw", "fast"]))
-    def begin(self, share: float, every: int, codec: str) -> None:
+    @initialize(
+        share=st.sampled_from([0.0, 0.2, 4.0]), every=st.integers(0, 5), codec=st.sampled_from(["raw", "fast"]),
+        span=st.sampled_from([0, 4, 8]), kept=st.booleans(), pin=st.sampled_from([None, 60.0]),
+    )  # fmt: skip
+    def begin(self, share: float, every: int, codec: str, span: int, kept: bool, pin: float | None) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="deltawire-machine-"))
         self.store = MemoryStore()
         self.view = FaultStore(self.store)
-        self.share, self.every, self.codec = share, every, codec
+        self.share, self.every, self.codec, self.span, self.pin = share, every, codec, span, pin
+        self.work = self.folder / "work" if kept else None
         self.time = Time()
         self.training = small_state(1, rows=6)
         self.count = 0
@@ -44,11 +48,19 @@ class Channel(RuleBasedStateMachine):
         self.remember(self.writer.open(self.training, stamp(0)))
         self.past = copy_of(self.store)
         self.engine = NumpyEngine()
-        self.follower = Follower(self.view, self.folder / "m", self.engine)
+        self.follower = Follower(self.view, self.folder / "m", self.engine, pin_ttl=self.pin)
 
     def new_writer(self) -> Publisher:
         return publisher(
-            self.store, self.time, codec=self.codec, anchor_share=self.share, catchup_every=self.every, keep_anchors=2
+            self.store,
+            self.time,
+            codec=self.codec,
+            anchor_share=self.share,
+            catchup_every=self.every,
+            keep_anchors=2,
+            largest_span=self.span,
+            collect_every=3,
+            work=self.work,
         )
 
     def remember(self, at: Identity | None) -> None:
@@ -60,11 +72,11 @@ class Channel(RuleBasedStateMachine):
         self.count += 1
         assert self.writer.identity is not None
         assert same_bits(
-            self.writer._base, self.model[self.writer.identity]
+            self.writer.base.state, self.model[self.writer.identity]
         )  # I7: the base is the last committed version
         assert self.writer.offer(self.training, stamp(self.count))
         self.writer.wait()
-        assert same_bits(self.writer._base, self.training)
+        assert same_bits(self.writer.base.state, self.training)
         self.remember(self.writer.identity)
 
     # --- the writer
@@ -96,6 +108,8 @@ class Channel(RuleBasedStateMachine):
     def restart_the_publisher(self, clean: bool, back: int) -> None:
         if clean:
             self.writer.close()
+        else:
+            self.writer.base.close()  # a kill frees the lock of its folder
         known = sorted(self.model)
         self.training = {n: a.copy() for n, a in self.model[known[max(0, len(known) - 1 - back)]].items()}
         self.writer = self.new_writer()
@@ -115,7 +129,7 @@ class Channel(RuleBasedStateMachine):
     def restart_the_follower(self, clean: bool) -> None:
         self.follower.close() if clean else abandon(self.follower)
         self.engine = NumpyEngine()
-        self.follower = Follower(self.view, self.folder / "m", self.engine)
+        self.follower = Follower(self.view, self.folder / "m", self.engine, pin_ttl=self.pin)
 
     @rule(clean=st.booleans())
     def damage_the_mirror(self, clean: bool) -> None:
@@ -123,7 +137,7 @@ class Channel(RuleBasedStateMachine):
         self.engine = NumpyEngine()
         for model in self.folder.glob("m/g-*/model.safetensors"):
             model.write_bytes(flip("")("", model.read_bytes()))
-        self.follower = Follower(self.view, self.folder / "m", self.engine)
+        self.follower = Follower(self.view, self.folder / "m", self.engine, pin_ttl=self.pin)
 
     @rule()
     def remember_the_past(self) -> None:

@@ -8,7 +8,7 @@ from typing import Literal, TypeVar
 
 from sync import MemoryStore
 from sync.errors import StoreUnavailable
-from sync.stores import ObjectInfo, Store
+from sync.stores import Content, ObjectInfo, Store
 
 T = TypeVar("T")
 Fault = Literal["stop before", "stop after", "fail before", "fail after"]
@@ -28,6 +28,7 @@ class FaultStore:
     def __init__(self, inner: Store, at: Mapping[int, Fault] | None = None) -> None:
         self.inner = inner
         self.url = inner.url
+        self.lag = inner.lag
         self.at = dict(at or {})
         self.rule: Callable[[str, tuple[str, ...]], Fault | None] = lambda _method, _keys: None
         self.damage: Callable[[str, bytes], bytes] = lambda _key, data: data
@@ -49,7 +50,7 @@ class FaultStore:
             raise StoreUnavailable(f"the reply of {method} was lost by the test")
         return result
 
-    def put_batch(self, objects: Mapping[str, bytes]) -> None:
+    def put_batch(self, objects: Mapping[str, Content]) -> None:
         """See Store."""
         self._run("put_batch", objects, lambda: self.inner.put_batch(objects))
 

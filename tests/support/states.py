@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from sync import state_digest
+from sync import pieces, state_digest
+from sync.codec import payload, reading
 from sync.engine import TensorPatch
 from sync.errors import InvalidPatch
-from sync.safetensors_io import MappedState
+from sync.safetensors_io import MappedCheckpoint
 from sync.schema.base import Identity
 from sync.tensors import EXPONENT_SHIFT, WIDTH, Bits, Schema, TensorSpec, bits, unsigned
 
@@ -74,6 +77,42 @@ def edited(rng: np.random.Generator, state: State, schema: Schema, density: floa
 def same_bits(a: Mapping[str, NDArray[Any]], b: Mapping[str, NDArray[Any]]) -> bool:
     """True when two states agree in names, shapes and every bit."""
     return a.keys() == b.keys() and all(a[n].shape == b[n].shape and np.array_equal(bits(a[n]), bits(b[n])) for n in a)
+
+
+def placed(state: Mapping[str, NDArray[Any]], *, odd: bool) -> tuple[State, bytearray]:
+    """A copy of a state in one buffer, as bits, each tensor at a multiple of 8 bytes or (`odd`) one byte behind one."""
+    at, where = 0, {}
+    for name, array in state.items():
+        at += -at % 8 + odd
+        where[name] = at
+        at += array.nbytes
+    buffer = bytearray(at + 8)
+    raw = np.frombuffer(buffer, np.uint8)
+    copy: State = {}
+    for name, array in state.items():
+        here = raw[where[name] : where[name] + array.nbytes].view(unsigned(array.dtype.itemsize))
+        here[:] = bits(array)
+        copy[name] = here.reshape(array.shape)
+    return copy, buffer
+
+
+@contextmanager
+def divided(most: int, step: int, *, batch: int | None = None) -> Iterator[None]:
+    """Pieces and segments of at most `most` elements, cut at multiples of `step` (which divides it), and threads that
+    take `batch` elements together; so that a small state has what a large one has."""
+    assert most % step == 0
+    batch = payload.BATCH if batch is None else batch
+    pieces._layout.cache_clear()
+    try:
+        with (
+            patch.object(pieces, "MOST", most),
+            patch.object(pieces, "_STEP", step),
+            patch.object(payload, "BATCH", batch),
+            patch.object(reading, "BATCH", batch),
+        ):
+            yield
+    finally:
+        pieces._layout.cache_clear()
 
 
 SHAPES = st.one_of(
@@ -141,7 +180,7 @@ class NumpyEngine:
         """Copy a checkpoint folder and stay paused."""
         self.paused, self.loads = True, self.loads + 1
         self._maybe_fail("load")
-        self.state = {name: array.copy() for name, array in MappedState(folder / "model.safetensors").state.items()}
+        self.state = {name: array.copy() for name, array in MappedCheckpoint(folder).state.items()}
         self.identity = identity
 
     def pause(self) -> None:

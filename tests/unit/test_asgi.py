@@ -136,6 +136,26 @@ def test_health_is_public_and_never_hands_out_the_token() -> None:
     assert guard.refused == 0
 
 
+@pytest.mark.parametrize("form", ["query", "header", "path", "cookie"])
+def test_the_key_of_a_session_opens_its_paths_and_never_yields_the_token(form: str) -> None:
+    session = "one.session-key"
+    guard = guarded()
+    guard._sessions = {session: "one"}.get
+    guard._keyed = lambda path: path == "/"
+
+    def answer(path: str) -> httpx.Response:
+        at = f"/s/{session}{path}" if form == "path" else path
+        headers = {"header": {"x-api-key": session}, "cookie": {"cookie": f"{COOKIE}={session}"}}.get(form, {})
+        return ask(guard, "GET", at, headers=headers, params={"key": session} if form == "query" else {})
+
+    for path, status in (("/", 200), ("/v1/status", 403)):
+        found = answer(path)
+        assert found.status_code == status
+        assert "set-cookie" not in found.headers
+        assert TOKEN not in found.text
+    assert guard.refused == 1
+
+
 def test_cookie_flow() -> None:
     guard = guarded()
     first = ask(guard, "GET", "/", params={"rollout": "g-1", "key": TOKEN})

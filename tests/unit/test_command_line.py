@@ -12,7 +12,12 @@ pytestmark = pytest.mark.unit
 
 @pytest.mark.parametrize(
     ("command", "missing", "extra"),
-    [("env", "fastapi", "env"), ("demo", "rich", "all"), ("train --run r --policy-url http://p", "torch", "trainer")],
+    [
+        ("env", "fastapi", "env"),
+        ("demo", "rich", "all"),
+        ("train --run r --policy-url http://p", "torch", "trainer"),
+        ("lint-template m", "transformers", "inference"),
+    ],
 )
 def test_a_missing_package_is_one_line_that_names_the_extra(
     command: str, missing: str, extra: str, tmp_path: pytest.TempPathFactory

@@ -6,6 +6,7 @@ import io
 import subprocess
 import sys
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -34,6 +35,7 @@ def test_a_hint_that_is_refused_or_lost_is_counted_and_ends_nothing() -> None:
     with served(FastAPI()) as url:
         for target in (url, CLOSED):  # one answers 404, one is not there
             with closing(Peer(target, TOKEN)) as run.policy:
+                run._poke = partial(_Run._poke, run)
                 _Run._committed(run, done)
     assert noted == [done, done]
     assert run.pokes_failed == 2

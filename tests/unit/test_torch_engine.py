@@ -329,6 +329,26 @@ def test_weights_that_give_nan_fail_their_calls_and_leave_no_trace(make: Make, f
         assert_close_to(made.logprobs, reference(first, ids + made.output_ids, len(ids)))
 
 
+@pytest.mark.parametrize("spoiled", [0, 7])
+def test_a_call_that_meets_nan_fails_alone(make: Make, tmp_path: Path, spoiled: int) -> None:
+    """One row of the embedding is NaN: calls with its token fail, and those that get their slots do not."""
+    folder = make_checkpoint(tmp_path / "c", tied=False)
+    engine = make(folder, running=False, max_slots=8)
+    engine.apply({EMBED: (np.arange(spoiled * 64, spoiled * 64 + 64), np.full(64, 0x7FC0, dtype=np.uint16))}, TWO)
+    engine.resume()
+    whole = 0
+    for seed in range(3):
+        bad = engine.generate([Call([spoiled] * 90, Sampling(max_tokens=3))] * 8)
+        asked = [[i for i in ids if i != spoiled] or [5] for ids in prompts(16, seed)]
+        good = engine.generate([Call(ids, Sampling(max_tokens=12, seed=n)) for n, ids in enumerate(asked)])
+        assert all(isinstance(future.exception(60), InvalidRequest) for future in bad)
+        for ids, future in zip(asked, good, strict=True):
+            if future.exception(60) is None:  # else it sampled the token itself
+                made, whole = future.result(), whole + 1
+                assert_close_to(made.logprobs, reference(folder, ids + made.output_ids, len(ids)))
+    assert whole > 30
+
+
 def test_a_dead_scheduler_fails_everything_with_its_reason(
     make: Make, first: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import huggingface_hub.constants
 import numpy as np
@@ -27,7 +27,7 @@ from sync.schema.base import Identity
 from sync.schema.calls import Message
 from sync.schema.rollouts import Group
 from sync.schema.wire import Harness
-from sync.stores import MemoryStore
+from sync.stores import Content, MemoryStore
 from trainer_node.advantages import EPSILON, grpo, has_spread, useful_pair_share
 from trainer_node.config import WarmStart
 from trainer_node.curriculum import TaskStats, next_curriculum
@@ -257,7 +257,7 @@ class GatedStore(MemoryStore):
         self.gate = threading.Event()
         self.gate.set()
 
-    def put_batch(self, objects: Mapping[str, bytes]) -> None:
+    def put_batch(self, objects: Mapping[str, Content]) -> None:
         assert self.gate.wait(60)
         super().put_batch(objects)
 
@@ -265,14 +265,14 @@ class GatedStore(MemoryStore):
 class Weights:
     """A trainer's tensors, harness versions and step, as WeightTransfer asks for them."""
 
-    def __init__(self) -> None:
+    def __init__(self, compare: Literal["host", "device"] = "host") -> None:
         self.store = GatedStore()
         self.tensors = {"a": torch.ones(64), "b": torch.zeros(3, 5)}
         self.frozen = {"c": torch.full((4,), 2.5)}
         self.step = 0
         self.harness: Harness = {}
         self.publisher = Publisher(self.store, side_files={"config.json": b"{}"}, on_commit=self.committed)
-        self.transfer = WeightTransfer(self.publisher, lambda: self.step, self._take)
+        self.transfer = WeightTransfer(self.publisher, lambda: self.step, self._take, compare=compare)
         self.transfer.freeze(self.frozen)
 
     def committed(self, done: Any) -> None:
@@ -307,12 +307,52 @@ class Weights:
         return manifest.state_digest
 
 
-@pytest.fixture
-def weights() -> Iterator[Weights]:
-    made = Weights()
+@pytest.fixture(params=["host", "device"])
+def weights(request: pytest.FixtureRequest) -> Iterator[Weights]:
+    made = Weights(request.param)
     yield made
     made.store.gate.set()
     made.publisher.close()
+
+
+def test_a_copy_on_the_device_in_doubt_is_loaded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = Weights("device")
+    weights.open()
+    weights.train(3.0)
+    weights.publisher.wait()
+    copy = weights.transfer._copy
+    assert copy is not None
+    assert copy._base is not None
+    assert copy._digest == weights.head_digest()
+    damaged = copy._base
+    damaged._held["b"][0, 0] = 7.0  # what it holds is not what was committed
+    weights.tensors["b"][0, 0] = 5.0
+    weights.train(4.0)
+    weights.publisher.wait()
+    assert copy._base is not damaged
+    assert weights.head_digest() == weights.digest()
+    weights.publisher.close()
+
+
+def test_a_copy_on_the_device_that_is_damaged_in_flight_ends_nothing() -> None:
+    weights = Weights("device")
+    weights.open()
+    weights.train(3.0)
+    weights.publisher.wait()
+    weights.store.gate.clear()
+    weights.train(4.0)  # the difference is taken, the upload waits
+    copy = weights.transfer._copy
+    assert copy is not None
+    assert copy._base is not None
+    copy._base._held["a"][4] = 7.0
+    weights.store.gate.set()
+    weights.publisher.wait()
+    assert weights.head_digest() == weights.digest()
+    weights.train(5.0)
+    weights.publisher.wait()
+    assert weights.head_digest() == weights.digest()
+    assert weights.publisher.base._elsewhere is None
+    weights.publisher.close()
 
 
 def test_the_cold_sync_adds_nothing(weights: Weights) -> None:

@@ -360,6 +360,7 @@ def test_sparse_deltas_are_measured_on_the_last_batches(trained: Rig) -> None:
     after = published_bits(checkpoint_tensors(trained.trainer.model))
     assert (size.steps, size.learning_rate, size.full) == (2, 1e-6, sum(b.nbytes for b in before.values()))
     assert 0 < size.changed < 0.2
+    assert 0.5 < size.one_ulp <= 1
     assert 0 < size.payload < 0.3 * size.full
     assert len(encode_delta(before, after, "fast")) < 2 * size.payload + 4_096
     trained.trainer.recent_inputs.clear()

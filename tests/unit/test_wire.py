@@ -111,13 +111,19 @@ def test_wire_models_round_trip_and_refuse_what_they_do_not_know() -> None:
     assert parse(Head, head.to_bytes(), "k") == head
     assert head.identity == Identity(2, 12)
     for change in (
-        {"format": 2}, {"kind": "span"}, {"extra": 1}, {"version": -1}, {"version": 10**10}, {"epoch": 10**6},
+        {"format": 2}, {"kind": "patch"}, {"extra": 1}, {"version": -1}, {"version": 10**10}, {"epoch": 10**6},
         {"state_digest": "md5:0"}, {"writer": "xyz"}, {"channel": "Weights"}, {"created_at": -1},
         {"objects": [{"name": "../x", "size": 1, "sha256": "a" * 64}]}, {"harness": {"curriculum": ["1"]}},
     ):  # fmt: skip
         body = one.model_dump(mode="json") | change
         with pytest.raises(CorruptObject, match="k: not a Manifest of format 1: "):
             parse(Manifest, seal(body), "k")
+    wrongs: list[dict[str, object]] = [
+        {"kind": "anchor"}, {"from_version": 12}, {"from_version": None}, {"base_digest": None},
+    ]  # fmt: skip
+    for wrong in wrongs:
+        with pytest.raises(CorruptObject, match="k: not a Head of format 1: recent"):
+            parse(Head, seal(head.model_dump(mode="json") | {"recent": [ref.model_dump(mode="json") | wrong]}), "k")
 
 
 # --- identities and keys
@@ -185,12 +191,16 @@ def test_the_newest_heads_are_those_of_the_highest_epoch_of_each_channel() -> No
 
 # --- planning
 
+MEGA = 1_000_000
 
-def ref(kind: str, version: int, *, epoch: int = 1, base: int | None = None, state: int, payload: int = 10) -> Ref:
-    key = f"weights/{kind}s/{version}-{epoch}-{state}/manifest.json"
+
+def ref(kind: str, version: int, *, epoch: int = 1, base: int | None = None, state: int, payload: int = 10,
+        since: int | None = None) -> Ref:  # fmt: skip
+    key = f"weights/{kind}s/{version}-{epoch}-{state}-{since}/manifest.json"
     return Ref.model_validate(
         {
-            "kind": kind, "key": key, "size": 1, "sha256": "0" * 64, "payload": payload, "epoch": epoch,
+            "kind": kind, "key": key, "size": 1, "sha256": "0" * 64, "payload": payload * MEGA, "epoch": epoch,
+            "from_version": since if since is not None else None if base is None else version - 1,
             "version": version, "base_digest": None if base is None else digest(base), "state_digest": digest(state),
         }
     )  # fmt: skip
@@ -217,9 +227,24 @@ def test_a_plan_walks_deltas_from_what_is_held() -> None:
 def test_a_plan_takes_the_way_of_fewest_bytes() -> None:
     assert steps(plan([*CHAIN, MIDDLE], Identity(1, 8), None)) == ["a5", "d6", "d7", "d8"]
     assert steps(plan([*CHAIN, MIDDLE], Identity(1, 8), held(0, 100)))[0] == "d1"
-    light = MIDDLE.model_copy(update={"payload": 5})
+    light = MIDDLE.model_copy(update={"payload": 5 * MEGA})
     assert steps(plan([*CHAIN, light], Identity(1, 8), held(0, 100)))[0] == "a5"
     assert steps(plan([*CHAIN, light], Identity(1, 5), held(0, 100))) == ["a5"]
+
+
+def test_a_plan_takes_spans_where_they_cost_less() -> None:
+    spans = [ref("span", 4, since=0, base=100, state=104, payload=20), ref("span", 8, since=4, base=104, state=108)]
+    assert steps(plan([*CHAIN, *spans], Identity(1, 8), held(0, 100))) == ["s4", "s8"]
+    assert steps(plan([*CHAIN, *spans], Identity(1, 7), held(3, 103))) == ["d4", "d5", "d6", "d7"]
+    assert steps(plan([*CHAIN, *spans], Identity(1, 8), held(3, 103), {spans[1].key}))[1:] == ["d5", "d6", "d7", "d8"]
+    heavy = spans[0].model_copy(update={"payload": 41 * MEGA})
+    assert steps(plan([*CHAIN, heavy], Identity(1, 4), held(0, 100))) == ["d1", "d2", "d3", "d4"]
+
+
+def test_a_long_plan_is_found_in_one_pass_over_the_references() -> None:
+    chain = [ref("delta", v, base=v - 1, state=v) for v in range(1, 20_001)]
+    found = plan([ref("anchor", 0, state=0), *chain], Identity(1, 20_000), held(0, 0))
+    assert [r.version for r in found] == list(range(1, 20_001))
 
 
 def test_a_plan_goes_round_what_is_damaged() -> None:

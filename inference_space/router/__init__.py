@@ -1,0 +1,1 @@
+"""One URL in front of several inference Spaces of the same run."""

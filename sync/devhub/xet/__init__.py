@@ -1,0 +1,1 @@
+"""The content-addressed store behind the Hub: what hf_xet uploads to and downloads from."""
