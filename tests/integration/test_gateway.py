@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import httpx
@@ -381,20 +382,25 @@ def test_many_sessions_during_updates_stay_exact(checkpoint: Path, tmp_path: Pat
         space = Space(stack, store, tmp_path / "mirror", max_len=256, max_queued=256)
         wait_until(lambda: space.http.get("/ready").status_code == 200)
         pool = stack.enter_context(ThreadPoolExecutor(16))
+        begun, moved = Event(), Event()  # calls before and after an update, however slow the disk is
 
         def converse(_: int) -> Session:
             agent, messages = Agent(space), [TASK]
-            for _ in range(4):
+            for turn in range(4):
+                assert turn < 2 or moved.wait(120)
                 messages += [echo(agent.chat(*messages, max_tokens=12)), {"role": "user", "content": "higher"}]
+                begun.set()
             return agent.trace()
 
         running = [pool.submit(converse, number) for number in range(32)]
+        assert begun.wait(120)
         for step in range(1, 6):
             source = other if step % 2 else checkpoint
             publisher.flush(state_of(source), Stamp(step=step, sync=step))
             versions[f"{step}@1"] = source
             space.http.post("/sync/poke")
             wait_until(lambda step=step: space.status().version == f"{step}@1")  # type: ignore[misc]
+            moved.set()
         sessions = [task.result(120) for task in running]
     seen = set()
     for found in sessions:
