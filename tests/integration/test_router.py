@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import openai
 import pytest
 import uvicorn
 from support_tiny import make_checkpoint, publishing, state_of, wait_until
@@ -37,7 +38,7 @@ from sync.schema.calls import (
     ScoreResponse,
     SyncStatus,
 )
-from sync.schema.sessions import SessionKey, SessionLine, SessionPage
+from sync.schema.sessions import Session, SessionKey, SessionLine, SessionPage
 from sync.serving import bind, url_of
 from sync.session_keys import make_key, session_of
 
@@ -233,6 +234,46 @@ def test_one_that_lags_is_skipped_until_it_has_caught_up(fleet: Fleet) -> None:
         wait_until(lambda: router.usable() == fleet.urls)
         router.generate(*(task(i) for i in range(12)))
         assert router.answered()[1] > 0
+
+
+def converse(url: str, turns: int, *, stream: bool) -> None:
+    with openai.OpenAI(base_url=url, api_key="any", max_retries=0, timeout=60) as client:
+        said: list[Any] = [{"role": "user", "content": "Guess a number between 1 and 99."}]
+        for _ in range(turns):
+            if stream:
+                parts = client.chat.completions.create(model="m", messages=said, max_tokens=6, stream=True)
+                text = "".join(part.choices[0].delta.content or "" for part in parts)
+            else:
+                text = str(
+                    client.chat.completions.create(model="m", messages=said, max_tokens=6).choices[0].message.content
+                )
+            said += [{"role": "assistant", "content": text}, {"role": "user", "content": "higher"}]
+
+
+def test_sessions_of_agents_are_one_chain_each_on_real_replicas(fleet: Fleet) -> None:
+    with routing(*fleet.urls) as router, ThreadPoolExecutor(8) as threads:
+        made = [SessionKey.model_validate_json(router.http.post("/v1/sessions", json={}).content) for _ in range(12)]
+        running = [
+            threads.submit(converse, f"{router.bare.base_url}/s/{key.key}/v1", 3, stream=bool(i % 2))
+            for i, key in enumerate(made)
+        ]
+        for task in running:
+            task.result(120)
+        homes = [{line.id for line in page_of(httpx.get(f"{u}/v1/sessions", headers=KEY))} for u in fleet.urls]
+        assert all(homes)
+        assert sorted(name for home in homes for name in home) == sorted(key.id for key in made)
+        for key in made:
+            found = Session.model_validate_json(router.http.get(f"/v1/sessions/{key.id}").content)
+            assert [len(chain.calls) for chain in found.chains] == [3]
+            assert router.http.delete(f"/v1/sessions/{key.id}").status_code == 204
+            assert router.http.get(f"/v1/sessions/{key.id}").status_code == 404
+            gone = router.bare.post("/v1/chat/completions", headers={"x-api-key": key.key}, json=CHAT)
+            assert gone.status_code == 404
+        assert page_of(router.http.get("/v1/sessions")) == ()
+
+
+def page_of(answer: httpx.Response) -> tuple[SessionLine, ...]:
+    return SessionPage.model_validate_json(answer.content).sessions
 
 
 def test_no_call_fails_when_a_replica_is_killed_under_them(fleet: Fleet) -> None:
