@@ -11,8 +11,8 @@ after the other, with their spread; a spread that straddles its bar decides noth
     throughput  32 streams, prompts of 64 and answers of 64 tokens: tokens per second with an update of 1 % every
                 --every seconds against none, for kv_policy salt and recompute; generated alone, and with the recomputed
     gateway     32 agents in a process of their own, conversations of 4 turns, each in a session of its own, over HTTP:
-                generated tokens per second against calls of the same shape made directly; and, with one agent, how many
-                milliseconds a call takes longer
+                generated tokens per second against calls of the same shape made directly; and, with one agent and
+                answers of 4 tokens, how many milliseconds a call takes longer
     memory      private memory of a Space (engine, follower, after an update) without its mirror's pages, against plain
                 vLLM on the same checkpoint, each in a process of its own
 """
@@ -37,6 +37,7 @@ import inference_parts as parts
 import numpy as np
 
 from sync.schema.base import Identity
+from sync.schema.calls import Sampling
 
 BARS: dict[str, tuple[float, str]] = {
     "pause / (empty update + 2 x bare scatter)": (1.0, "at most"),
@@ -47,6 +48,9 @@ BARS: dict[str, tuple[float, str]] = {
     "gateway: tokens per second / direct": (0.95, "at least"),
     "gateway: a call takes longer by, ms": (10.0, "at most"),
 }
+
+
+SHORT = Sampling(max_tokens=4)
 
 
 class Ratio(NamedTuple):
@@ -151,8 +155,8 @@ def gateway(folder: Path, pairs: int, seconds: float) -> list[Ratio]:
             rates.append(found["gateway"][0] / found["direct"][0])
             prompts.append(found["gateway"][1] / found["direct"][1])
         for _ in range(pairs):
-            direct = _asked(engine, "", 1, seconds / 2)[2]
-            longer.append(1e3 * (_asked(engine, url, 1, seconds / 2)[2] - direct))
+            direct = _asked(engine, "", 1, seconds / 2, SHORT)[2]
+            longer.append(1e3 * (_asked(engine, url, 1, seconds / 2, SHORT)[2] - direct))
     return [
         Ratio("gateway: tokens per second / direct", rates),
         Ratio("gateway: prompt tokens per generated token / direct", prompts),
@@ -160,13 +164,15 @@ def gateway(folder: Path, pairs: int, seconds: float) -> list[Ratio]:
     ]
 
 
-def _asked(engine: Any, url: str, streams: int, seconds: float) -> tuple[float, float, float]:
+def _asked(
+    engine: Any, url: str, streams: int, seconds: float, sampling: Sampling = parts.CHECK
+) -> tuple[float, float, float]:
     """Generated tokens per second, prompt tokens per generated one, median seconds per call."""
     before, started = engine.status(), time.perf_counter()
     if url:
-        median = parts.agents(url, streams, seconds)["median"]
+        median = parts.agents(url, streams, seconds, sampling.max_tokens)["median"]
     else:
-        running = parts.Streams(engine, streams, parts.conversation())
+        running = parts.Streams(engine, streams, parts.conversation(), sampling)
         time.sleep(seconds)
         running.stop()
         median = statistics.median(running.latencies)
@@ -201,9 +207,10 @@ def _child(role: str, folder: Path) -> dict[str, int]:
 
 def plain_child(folder: Path, prompts: list[list[int]]) -> None:
     """Plain vLLM: load, sample from 32 prompts, print what is in memory then."""
-    from inference_space.engines.vllm_core import prepare_environment
+    from inference_space.engines.vllm_core import let_modules_be_scanned, prepare_environment
 
     prepare_environment(threads=1, kv_cache_gib=1)
+    let_modules_be_scanned()
     from vllm import LLM, SamplingParams
 
     llm = LLM(

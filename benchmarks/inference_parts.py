@@ -100,8 +100,10 @@ class Streams:
     """Calls in a closed loop: whenever one is answered, its stream asks the next. `next_call(stream, ids so far)` gives
     the ids. Count with the engine's own counters; `latencies` holds seconds per call."""
 
-    def __init__(self, engine: Any, streams: int, next_call: Callable[[int, list[int]], list[int]]) -> None:
-        self._engine, self._next, self._on = engine, next_call, True
+    def __init__(
+        self, engine: Any, streams: int, next_call: Callable[[int, list[int]], list[int]], sampling: Sampling = CHECK
+    ) -> None:
+        self._engine, self._next, self._on, self._sampling = engine, next_call, True, sampling
         self._lock, self._left = threading.Condition(), streams
         self.latencies: list[float] = []
         self.failed = ""
@@ -112,7 +114,7 @@ class Streams:
         from inference_space.engines.base import Call
 
         ids, started = self._next(stream, last), time.perf_counter()
-        (future,) = self._engine.generate([Call(ids, CHECK)])
+        (future,) = self._engine.generate([Call(ids, self._sampling)])
 
         def done(made: Future[Any]) -> None:
             if made.exception() is not None:
@@ -187,9 +189,9 @@ def space_of(engine: Any) -> Iterator[str]:
         thread.join(30)
 
 
-def agents(url: str, streams: int, seconds: float) -> dict[str, float]:
+def agents(url: str, streams: int, seconds: float, tokens: int = CHECK.max_tokens) -> dict[str, float]:
     """That many agents in a process of their own for that long: calls, their median latency."""
-    command = [sys.executable, __file__, url, str(streams), str(seconds)]
+    command = [sys.executable, __file__, url, str(streams), str(seconds), str(tokens)]
     done = subprocess.run(
         command, input=TOKEN, capture_output=True, text=True, timeout=seconds + 300, check=False
     )  # fmt: skip
@@ -198,9 +200,9 @@ def agents(url: str, streams: int, seconds: float) -> dict[str, float]:
     return dict(json.loads(done.stdout))
 
 
-async def _agent(http: Any, until: float, latencies: list[float], rng: random.Random) -> None:
+async def _agent(http: Any, until: float, tokens: int, latencies: list[float], rng: random.Random) -> None:
     while time.monotonic() < until:
-        opened = await http.post("/v1/sessions", json={"max_tokens": CHECK.max_tokens})
+        opened = await http.post("/v1/sessions", json={"max_tokens": tokens})
         key, messages = {"Authorization": f"Bearer {opened.json()['key']}"}, []
         for _ in range(TURNS):
             text = " ".join("".join(rng.choices("abcdefghij", k=4)) for _ in range(NEW_TOKENS // 4))
@@ -218,7 +220,7 @@ async def _agent(http: Any, until: float, latencies: list[float], rng: random.Ra
         await http.delete(f"/v1/sessions/{opened.json()['id']}")
 
 
-async def _agents(url: str, streams: int, seconds: float) -> list[float]:
+async def _agents(url: str, streams: int, seconds: float, tokens: int) -> list[float]:
     import httpx
 
     latencies: list[float] = []
@@ -226,7 +228,7 @@ async def _agents(url: str, streams: int, seconds: float) -> list[float]:
     limits = httpx.Limits(max_connections=streams)
     async with httpx.AsyncClient(base_url=url, headers=head, timeout=300, limits=limits) as http:
         until = time.monotonic() + seconds
-        await asyncio.gather(*(_agent(http, until, latencies, random.Random(i)) for i in range(streams)))
+        await asyncio.gather(*(_agent(http, until, tokens, latencies, random.Random(i)) for i in range(streams)))
     return latencies
 
 
@@ -244,5 +246,5 @@ def private_bytes(without: Path) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    times = sorted(asyncio.run(_agents(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))))
+    times = sorted(asyncio.run(_agents(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]))))
     print(json.dumps({"calls": len(times), "median": times[len(times) // 2]}))

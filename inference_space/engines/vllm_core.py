@@ -229,7 +229,7 @@ def _clean_up() -> None:
 
 
 def _import() -> tuple[Any, Any, Any, Any]:
-    _let_modules_be_scanned()
+    let_modules_be_scanned()
     try:
         from vllm import SamplingParams
         from vllm.engine.arg_utils import EngineArgs
@@ -247,7 +247,7 @@ def _missing(why: str) -> ConfigError:
     )
 
 
-def _let_modules_be_scanned() -> None:
+def let_modules_be_scanned() -> None:
     """vLLM looks at `__dict__` of everything in every loaded module; llvmlite's library answers any name with a
     function of its own, which breaks that look. Give it a `__dict__` to show."""
     from llvmlite.binding import ffi  # type: ignore[import-untyped]
