@@ -13,8 +13,8 @@ after the other, with their spread; a spread that straddles its bar decides noth
     gateway     32 agents in a process of their own, conversations of 4 turns, each in a session of its own, over HTTP:
                 generated tokens per second against calls of the same shape made directly; and, with one agent and
                 answers of 4 tokens, how many milliseconds a call takes longer
-    memory      private memory of a Space (engine, follower, after an update) without its mirror's pages, against plain
-                vLLM on the same checkpoint, each in a process of its own
+    memory      anonymous memory of a Space (engine, follower, after an update), its mirror's mapped pages apart,
+                against plain vLLM on the same checkpoint, each in a process of its own
 """
 
 from __future__ import annotations
@@ -183,30 +183,51 @@ def _asked(
 
 def memory(folder: Path, pairs: int) -> list[Ratio]:
     """See the module."""
-    from sync import Publisher, Stamp, open_store
-
-    files = {p.name: p.read_bytes() for p in folder.iterdir() if p.suffix in (".json", ".jinja")}
-    publisher = Publisher(open_store(str(folder.parent / "run"), create=True, writable=True), side_files=files)
-    publisher.open(parts.shaped(folder), Stamp(0, 0))
-    publisher.close()
     ratios, mirror = [], []
     for n in range(pairs):
-        found = {role: _child(role, folder) for role in (("plain", "space") if n % 2 else ("space", "plain"))}
+        found = {}
+        for role in ("plain", "space") if n % 2 else ("space", "plain"):
+            with tempfile.TemporaryDirectory(prefix="deltawire-bench-") as run:
+                found[role] = _child(role, folder, Path(run) / "run")
         ratios.append(found["space"]["private"] / found["plain"]["private"])
         mirror.append(found["space"]["mirror"] / 2**20)
     return [Ratio("private memory / plain vLLM's", ratios), Ratio("pages of the mirror, MiB", mirror, "MiB")]
 
 
-def _child(role: str, folder: Path) -> dict[str, int]:
-    command = [sys.executable, __file__, "--child", role, "--folder", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    if done.returncode:
-        raise SystemExit(done.stderr[-3000:])
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+def _child(role: str, folder: Path, run: Path) -> dict[str, int]:
+    """A process that samples, says so, and samples again when asked; the `space` finds one version, then the next."""
+    from sync import Publisher, Stamp, open_store
+
+    files = {p.name: p.read_bytes() for p in folder.iterdir() if p.suffix in (".json", ".jinja")}
+    publisher = Publisher(open_store(str(run), create=True, writable=True), side_files=files)
+    publisher.open(parts.shaped(folder), Stamp(0, 0))
+    command = [sys.executable, __file__, "--child", role, "--folder", str(folder), "--run", str(run)]
+    with tempfile.TemporaryFile() as log:
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True) as child:
+            assert child.stdin is not None
+            assert child.stdout is not None
+            if child.stdout.readline() == "sampled\n":
+                state = {name: np.array(bits) for name, bits in parts.shaped(folder).items()}
+                for name, (index, values) in parts.nudged(parts.state_of(folder), 0.01, 1).items():
+                    state[name].reshape(-1)[index] = values
+                publisher.flush(state, Stamp(1, 1))
+                child.stdin.write("again\n")
+                child.stdin.flush()
+            said = child.stdout.read()
+        publisher.close()
+        log.seek(0)
+        if child.returncode:
+            raise SystemExit(log.read().decode(errors="replace")[-3000:])
+    return dict(json.loads(said.splitlines()[-1]))
 
 
-def plain_child(folder: Path, prompts: list[list[int]]) -> None:
-    """Plain vLLM: load, sample from 32 prompts, print what is in memory then."""
+def _sampled() -> None:
+    print("sampled", flush=True)
+    sys.stdin.readline()
+
+
+def plain_child(folder: Path, prompts: list[list[int]], _run: Path) -> None:
+    """Plain vLLM: load, sample from 32 prompts twice, print what is in memory then."""
     from inference_space.engines.vllm_core import let_modules_be_scanned, prepare_environment
 
     prepare_environment(threads=1, kv_cache_gib=1)
@@ -218,22 +239,28 @@ def plain_child(folder: Path, prompts: list[list[int]]) -> None:
         distributed_executor_backend="uni", disable_log_stats=True,
     )  # fmt: skip
     sampling = SamplingParams(max_tokens=64, logprobs=0, detokenize=False)
-    llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+    for again in range(2):
+        llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+        if not again:
+            _sampled()
     gc.collect()
     print(json.dumps(parts.private_bytes(folder)))
 
 
-def space_child(folder: Path, prompts: list[list[int]]) -> None:
-    """An engine and its follower: the same, and an update before."""
+def space_child(_: Path, prompts: list[list[int]], run: Path) -> None:
+    """An engine and its follower: the same, and an update between."""
     from inference_space.engines.base import Call
     from sync import Follower, open_store
 
-    with tempfile.TemporaryDirectory(prefix="deltawire-bench-") as place, parts.engine_on(folder) as engine:
-        follower = Follower(open_store(str(folder.parent / "run")), Path(place), engine)
-        follower.poll()
-        for future in engine.generate([Call(ids, parts.CHECK) for ids in prompts]):
-            future.result(300)
-        update(engine, parts.nudged(parts.state_of(folder), 0.01, 1), 1)
+    with tempfile.TemporaryDirectory(prefix="deltawire-bench-") as place, parts.bare_engine() as engine:
+        follower = Follower(open_store(str(run)), Path(place), engine)
+        for again in range(2):
+            if not follower.poll():
+                raise SystemExit("there is no new version")
+            for future in engine.generate([Call(ids, parts.CHECK) for ids in prompts]):
+                future.result(300)
+            if not again:
+                _sampled()
         gc.collect()
         print(json.dumps(parts.private_bytes(Path(place))))
         follower.close()
@@ -268,10 +295,11 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write every value here")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         prompts = [parts.fresh_prompt(64)(0, []) for _ in range(32)]
-        {"plain": plain_child, "space": space_child}[args.child](args.folder, prompts)
+        {"plain": plain_child, "space": space_child}[args.child](args.folder, prompts, args.run)
         return 0
     results: dict[str, Any] = {"machine": f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}"}
     with ExitStack() as stack:

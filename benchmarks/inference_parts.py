@@ -80,8 +80,8 @@ def back(state: State, patches: Patches) -> Patches:
 
 
 @contextmanager
-def engine_on(folder: Path, **settings: Any) -> Iterator[Any]:
-    """Our engine with vLLM in this process, running on a checkpoint."""
+def bare_engine(**settings: Any) -> Iterator[Any]:
+    """Our engine with vLLM in this process, without weights."""
     from inference_space.engines.vllm_core import prepare_environment
 
     prepare_environment(threads=1, kv_cache_gib=1)
@@ -89,11 +89,18 @@ def engine_on(folder: Path, **settings: Any) -> Iterator[Any]:
 
     engine = VllmEngine(**({"max_slots": 32, "max_len": 1024, "prefill_tokens": 2048} | settings))
     try:
-        engine.load(folder, Identity(1, 0))
-        engine.resume()
         yield engine
     finally:
         engine.close()
+
+
+@contextmanager
+def engine_on(folder: Path, **settings: Any) -> Iterator[Any]:
+    """Our engine with vLLM in this process, running on a checkpoint."""
+    with bare_engine(**settings) as engine:
+        engine.load(folder, Identity(1, 0))
+        engine.resume()
+        yield engine
 
 
 class Streams:
@@ -232,16 +239,18 @@ async def _agents(url: str, streams: int, seconds: float, tokens: int) -> list[f
     return latencies
 
 
-def private_bytes(without: Path) -> dict[str, int]:
-    """What this process alone has in memory: apart (`mirror`) the pages of files below a folder."""
+def private_bytes(mirror: Path) -> dict[str, int]:
+    """What this process has in memory that no file backs, and apart (`mirror`) the pages of files below a folder."""
     found = {"private": 0, "mirror": 0}
-    kind = "private"
+    path = ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
         words = line.split()
         if "-" in words[0] and not words[0].endswith(":"):
-            kind = "mirror" if len(words) > 5 and words[5].startswith(str(without)) else "private"
-        elif words[0] in ("Private_Clean:", "Private_Dirty:"):
-            found[kind] += int(words[1]) * 1024
+            path = words[5] if len(words) > 5 else ""
+        elif words[0] == "Anonymous:":
+            found["private"] += int(words[1]) * 1024
+        elif words[0] == "Rss:" and path.startswith(str(mirror)):
+            found["mirror"] += int(words[1]) * 1024
     return found
 
 
