@@ -14,6 +14,7 @@ from sync.asgi import Guard, error_json
 from sync.errors import InvalidRequest, StoreUnavailable
 
 from .config import EnvConfig
+from .openenv.space import OpenEnvSpace
 from .service.routes import count_refused, make_router
 from .service.service import RolloutService
 
@@ -25,12 +26,14 @@ def create_app(config: EnvConfig, token: str, url: str | None = None) -> Guard:
     raises ConfigError when it is unusable or in use.
     """
     service = RolloutService(config, token)
+    openenv = OpenEnvSpace(config.openenv, config.threads)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await service.start()
         try:
-            yield
+            async with openenv.running():
+                yield
         finally:
             await service.close()
 
@@ -42,7 +45,7 @@ def create_app(config: EnvConfig, token: str, url: str | None = None) -> Guard:
         from .ui.inspector import mount
 
         app = mount(app, url or f"http://{config.host}:{config.port}", token)
-    routes.guard = Guard(app, token=token, max_body=config.max_body_bytes)
+    routes.guard = Guard(openenv.behind(app), token=token, max_body=config.max_body_bytes)
     return routes.guard
 
 

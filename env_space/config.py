@@ -49,6 +49,25 @@ class PolicyLimits(Settings):
     """How long a request is sent again before its episodes are given up."""
 
 
+class OpenEnvLimits(Settings):
+    """Episodes over OpenEnv's protocol."""
+
+    sessions: Slots = 256
+    """Sessions at once, each with one episode."""
+    waiting: Slots = 128
+    """Sessions that may wait for one to end; beyond it they are refused. With `sessions` below `max_connections`."""
+    wait_seconds: Seconds = 20.0
+    """How long a session waits before it is refused."""
+    lease_seconds: Seconds = 300.0
+    """After this time without a message a session ends, and its socket is closed."""
+    reset_seconds: Seconds = 60.0
+    """Deadline of one reset."""
+    step_seconds: Seconds = 60.0
+    """Deadline of one step or tool call."""
+    max_frame_bytes: int = Field(default=4 << 20, ge=1_024, le=16 << 20)
+    """Largest frame of a socket, and largest answer."""
+
+
 class EnvConfig(Settings):
     """An environment Space: where it listens, what it keeps, how much it does at once."""
 
@@ -60,6 +79,7 @@ class EnvConfig(Settings):
     """Folder of the rollout database; a restart with the same folder loses nothing."""
     stages: Stages = Stages()
     policy: PolicyLimits = PolicyLimits()
+    openenv: OpenEnvLimits = OpenEnvLimits()
     group_seconds: Seconds = 900.0
     """Deadline of a group; time in which the policy is away does not count."""
     lease_seconds: Seconds = 120.0

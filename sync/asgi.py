@@ -81,12 +81,15 @@ class Guard:
 
     async def _refuse(self, scope: Scope, send: Send, status: int, code: str, message: str) -> None:
         self.refused += 1
-        await _refuse(scope, send, status, message, self._refusal(scope["path"], status, code, message))
+        await refuse(scope, send, status, self._refusal(scope["path"], status, code, message), message)
 
     def _same(self, candidate: str) -> bool:
         return hmac.compare_digest(candidate.encode(), self._token.encode())
 
     async def _limited(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":  # has frames and no body; whoever reads them bounds them
+            await self._app(scope, receive, send)
+            return
         try:
             length = int(_header(scope, b"content-length") or 0)
         except ValueError:
@@ -171,12 +174,17 @@ def error_json(code: str, message: str) -> bytes:
     return json.dumps({"error": {"code": code, "message": message}}).encode()
 
 
-async def _refuse(scope: Scope, send: Send, status: int, message: str, body: bytes) -> None:
+async def refuse(scope: Scope, send: Send, status: int, body: bytes, reason: str = "") -> None:
+    """Answer with a JSON body; a WebSocket is refused before it is accepted, with the same answer where the server can
+    send one."""
+    kind = "http"
     if scope["type"] == "websocket":
-        await send({"type": "websocket.close", "code": 4401, "reason": message[:120]})
-        return
+        if "websocket.http.response" not in (scope.get("extensions") or {}):
+            await send({"type": "websocket.close", "code": 4000 + status, "reason": reason[:120]})
+            return
+        kind = "websocket.http"
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    await send({"type": f"{kind}.response.start", "status": status, "headers": headers})
+    await send({"type": f"{kind}.response.body", "body": body})

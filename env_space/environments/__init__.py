@@ -12,7 +12,12 @@ ENVIRONMENTS: dict[str, type[Environment]] = {cls.name: cls for cls in (Guess, S
 
 
 def environment(name: str) -> type[Environment]:
-    """The environment class of that name; raises InvalidRequest listing the known ones."""
+    """The environment class of that name, or of an OpenEnv server named `openenv:URL`; raises InvalidRequest listing
+    the known ones."""
+    if name.startswith("openenv:"):
+        from ..openenv.client import remote
+
+        return remote(name)
     found = ENVIRONMENTS.get(name)
     if found is None:
         known = ", ".join(sorted(ENVIRONMENTS))

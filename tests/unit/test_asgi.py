@@ -259,6 +259,43 @@ def test_websocket_without_token_is_closed_before_it_is_accepted(key: str) -> No
         assert [(m["type"], m["code"]) for m in sent] == [("websocket.close", 4401)]
 
 
+def test_websocket_is_refused_with_the_json_of_any_refusal_where_the_server_can() -> None:
+    sent: list[MutableMapping[str, Any]] = []
+
+    async def app(scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        raise AssertionError("reached without a token")
+
+    async def receive() -> MutableMapping[str, Any]:
+        return {"type": "websocket.connect"}
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {"type": "websocket", "path": "/ws", "headers": [(b"x-api-key", b"wrong")], "query_string": b""}
+    guard = Guard(app, token=TOKEN, max_body=LIMIT)
+    asyncio.run(guard({**scope, "extensions": {"websocket.http.response": {}}}, receive, send))
+    start, body = sent
+    assert (start["type"], start["status"]) == ("websocket.http.response.start", 401)
+    assert (b"www-authenticate", b"Bearer") in start["headers"]
+    assert ErrorResponse.model_validate_json(body["body"]).error.code == "unauthorized"
+    assert guard.refused == 1
+
+
+def test_websocket_has_no_body_to_bound() -> None:
+    seen: list[Any] = []
+
+    async def app(scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        seen.extend((scope["path"], receive, send))
+
+    async def none(*_: Any) -> Any:
+        raise AssertionError
+
+    headers = [(b"content-length", str(LIMIT + 1).encode())]
+    scope = {"type": "websocket", "path": f"/s/{TOKEN}/ws", "headers": headers, "query_string": b""}
+    asyncio.run(Guard(app, token=TOKEN, max_body=LIMIT)(scope, none, none))
+    assert seen == ["/ws", none, none]  # nothing between the app and its frames
+
+
 def test_other_scopes_pass() -> None:
     reached: list[str] = []
 
