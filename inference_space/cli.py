@@ -49,7 +49,11 @@ def _engine(config: InferenceConfig) -> Engine:
         "prefill_tokens": config.prefill_tokens,
         "dtype": config.dtype,
         "pause_seconds": config.pause_seconds,
+        "adapter": config.channel == "adapter",
+        "base": config.base,
     }
+    if config.base is not None and config.channel != "adapter":
+        raise ConfigError(f"base = {config.base}: only an adapter has one; set channel = adapter")
     if config.engine == "vllm":
         from .engines.vllm_core import prepare_environment
 
@@ -87,8 +91,8 @@ def _run(config: InferenceConfig, emit: Emit) -> None:
         from .gateway.sessions import SessionLimits
 
         follower = Follower(
-            store, config.folder, engine, emit=emit, pin_ttl=config.pin_seconds or None, reader=config.name,
-            at=config.at,
+            store, config.folder, engine, channel=config.channel, emit=emit, pin_ttl=config.pin_seconds or None,
+            reader=config.name, at=config.at,
         )  # fmt: skip
         stack.callback(follower.close)
         stop = threading.Event()

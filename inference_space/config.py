@@ -28,6 +28,10 @@ class InferenceConfig(Settings):
         default=None, pattern=r"^\d+(@\d+)?$"
     )
     """a live version, as 12 or 12@2, to serve for ever; without it the newest is followed"""
+    channel: Literal["weights", "adapter"] = "weights"
+    """what is followed: the whole weights, or a LoRA adapter over a base model that stays as it is"""
+    base: Path | None = None
+    """channel = adapter: folder of the base model; without it the model that the adapter's configuration names"""
     engine: Literal["torch", "vllm"] = "torch"
     """what runs the model; vllm needs an environment that holds it"""
     poll_seconds: Seconds = 10.0

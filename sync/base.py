@@ -18,6 +18,7 @@ from .codec import TensorPatch, changes, encode
 from .digest import PieceSums, moved, state_sums
 from .errors import BaseMismatch, SchemaChanged
 from .events import Emit
+from .layout import ADAPTER, ADAPTER_CONFIG, MODEL
 from .mirror import Mirror
 from .patchfile import PatchFile, write_patch
 from .replica import Replica
@@ -146,7 +147,8 @@ class Base:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         schema = schema_of(state)
-        write_checkpoint(folder, state, schema, shard_bytes=self._shard_bytes)
+        file = ADAPTER if ADAPTER_CONFIG in self._side_files else MODEL  # the name that PEFT and vLLM look for
+        write_checkpoint(folder, state, schema, shard_bytes=self._shard_bytes, file=file)
         for name, data in self._side_files.items():
             (folder / name).write_bytes(data)
         return schema

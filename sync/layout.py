@@ -22,6 +22,8 @@ MANIFEST = "manifest.json"
 DELTA = "delta.safetensors"
 DOCUMENT = "document.json"
 MODEL = "model.safetensors"
+ADAPTER = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 INDEX = "model.safetensors.index.json"
 
 _HEAD = re.compile(r"heads/([a-z][a-z0-9_]{0,31})-([0-9]{6})-([0-9a-f]{16})\.json")

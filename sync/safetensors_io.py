@@ -88,23 +88,26 @@ def _aligned(schema: Schema) -> list[str]:
     return sorted(schema, key=lambda name: (-schema[name].width, name))  # widest first: every tensor is aligned
 
 
-def write_checkpoint(folder: Path, state: State, schema: Schema, *, shard_bytes: int = SHARD_BYTES) -> None:
-    """Write a state as `model.safetensors`, or as shards of at most `shard_bytes` (one tensor at least) with the index
-    that transformers and vLLM read. One tensor at a time is in memory; the files are on the disk when this returns."""
+def write_checkpoint(
+    folder: Path, state: State, schema: Schema, *, shard_bytes: int = SHARD_BYTES, file: str = MODEL
+) -> None:  # fmt: skip
+    """Write a state as `file`; as `model.safetensors` it may be shards of at most `shard_bytes` (one tensor at least),
+    with the index that transformers and vLLM read. One tensor at a time is in memory; the files are on the disk when
+    this returns."""
     shards: list[dict[str, TensorSpec]] = [{}]
     for name in _aligned(schema):
-        if shards[-1] and state_bytes(shards[-1]) + schema[name].nbytes > shard_bytes:
+        if shards[-1] and file == MODEL and state_bytes(shards[-1]) + schema[name].nbytes > shard_bytes:
             shards.append({})
         shards[-1][name] = schema[name]
     names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
-    names = names if len(shards) > 1 else [MODEL]
+    names = names if len(shards) > 1 else [file]
     for file_name, shard in zip(names, shards, strict=True):
-        with (folder / file_name).open("wb") as file:
-            file.write(_header(shard, {"format": "pt"}))
+        with (folder / file_name).open("wb") as out:
+            out.write(_header(shard, {"format": "pt"}))
             for name in shard:
-                file.write(bits(state[name]).data)
-            file.flush()
-            os.fsync(file.fileno())
+                out.write(bits(state[name]).data)
+            out.flush()
+            os.fsync(out.fileno())
     if len(shards) > 1:
         where = {name: file_name for file_name, shard in zip(names, shards, strict=True) for name in shard}
         index = {"metadata": {"total_size": state_bytes(schema)}, "weight_map": where}

@@ -17,6 +17,7 @@ from sync.schema.base import Identity
 from sync.schema.calls import ScoreSequence
 from sync.tensors import Bits
 
+from .adapter import AdapterWeights, base_of
 from .base import Call, Generation, Scores
 from .forward import Passes
 from .limits import check_prompt, check_scores, no_weights
@@ -35,7 +36,8 @@ class TorchEngine:
     max_slots sequences run at once, each of at most max_len tokens; max_queued more may wait (sequences to score
     count). prefill_tokens bounds the padded tokens of one pass (a longer sequence passes alone). A call may ask for
     more output than max_len leaves room for: it then ends there with finish reason `length`. Seeded calls repeat on
-    one version up to float rounding, which depends on the size of the batch they meet.
+    one version up to float rounding, which depends on the size of the batch they meet. adapter: what is loaded and
+    patched are adapters, of `base` or else of the model that their configuration names (`adapter.base_of`).
     """
 
     def __init__(
@@ -48,7 +50,10 @@ class TorchEngine:
         dtype: str = "auto",
         device: str = "auto",
         pause_seconds: float = 120.0,
+        adapter: bool = False,
+        base: Path | None = None,
     ) -> None:
+        self._adapter, self._base = adapter, base
         self._max_len, self._max_slots, self._prefill_tokens = max_len, max_slots, prefill_tokens
         self._dtype = dtype
         self._device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
@@ -130,16 +135,18 @@ class TorchEngine:
         from transformers import AutoTokenizer
 
         self.pause()
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        source = base_of(folder, self._base) if self._adapter else folder
+        tokenizer = AutoTokenizer.from_pretrained(source)
         if self._weights is not None and self._weights.same_shape(folder):
             self._weights.refill(folder)
         else:
             self._scheduler.install(None, np.zeros(0, dtype=np.int64))
             self._weights = self._passes = None  # freed first: two models may not fit
-            weights = Weights(folder, dtype=self._dtype, device=self._device)
+            kinds = {"dtype": self._dtype, "device": self._device}
+            weights = AdapterWeights(folder, source, **kinds) if self._adapter else Weights(folder, **kinds)
             self._passes = Passes(weights.model, self._max_slots, self._max_len)
             self._weights = weights
-        self._scheduler.install(self._passes, end_ids(self._weights.config, tokenizer, folder))
+        self._scheduler.install(self._passes, end_ids(self._weights.config, tokenizer, source))
         self._scheduler.changed_weights(identity)
         self._tokenizer = tokenizer
 

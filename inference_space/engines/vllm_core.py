@@ -66,14 +66,16 @@ class Core:
 
     At most `slots` calls advance together, each of `max_len` tokens at most, `step_tokens` tokens in one step. With
     tensor_parallel above 1 that many child processes hold a part of the model each; they end with this process, however
-    it ends. rpc_seconds: deadline for a call to the workers. Raises ConfigError when vLLM is missing or does not take
-    the checkpoint. lost: why the workers can answer no more calls, or the empty string.
+    it ends. rpc_seconds: deadline for a call to the workers. lora_rank: 0, or the greatest rank of an `adapter`, the
+    folder whose adapter calls name from then on (`vllm_adapter`). Raises ConfigError when vLLM is missing or does not
+    take the checkpoint. lost: why the workers can answer no more calls, or the empty string.
     """
 
     def __init__(
         self, folder: Path, *, slots: int, max_len: int, step_tokens: int, dtype: str, tensor_parallel: int = 1,
-        rpc_seconds: float = 120.0,
+        rpc_seconds: float = 120.0, lora_rank: int = 0,
     ) -> None:  # fmt: skip
+        self.adapter = ""
         self.lost, self.ranks, self._rpc_seconds = "", tensor_parallel, rpc_seconds
         self._temperature = 1.0
         engine_class, arguments, params, output = _import()
@@ -99,6 +101,7 @@ class Core:
                     tensor_parallel_size=tensor_parallel,
                     distributed_executor_backend="uni" if tensor_parallel == 1 else "mp",
                     worker_extension_cls="inference_space.engines.vllm_worker.Extension",
+                    **({"enable_lora": True, "max_lora_rank": lora_rank} if lora_rank else {}),
                 )
             )
         except Exception as error:  # whatever vLLM's configuration and layers raise
@@ -172,8 +175,12 @@ class Core:
         from vllm.exceptions import VLLMClientError
         from vllm.inputs.engine import tokens_input
 
+        from .vllm_slot import request
+
         try:
-            self._engine.add_request(name, tokens_input(list(ids), cache_salt=salt or None), sampling)
+            adapter = request(self.adapter) if self.adapter else None
+            prompt = tokens_input(list(ids), cache_salt=salt or None)
+            self._engine.add_request(name, prompt, sampling, lora_request=adapter)
         except VLLMClientError as error:
             raise ValueError(str(error)) from error
 

@@ -10,14 +10,16 @@ from typing import Any
 import numpy as np
 
 from sync.engine import TensorPatch
-from sync.errors import InvalidRequest, StopError
+from sync.errors import ConfigError, InvalidRequest, StopError
 from sync.schema.base import Identity
 from sync.schema.calls import ScoreSequence
 from sync.tensors import Bits
 
+from .adapter import base_of
 from .base import Call, Generation, Scores
 from .limits import check_prompt, check_scores, no_weights
 from .rows import Running, ScoreJob, StopTexts
+from .vllm_adapter import LiveAdapter
 from .vllm_core import Core
 from .vllm_loop import Loop
 from .vllm_weights import WAYS, LiveWeights
@@ -30,7 +32,8 @@ class VllmEngine:
     dtype: auto (the checkpoint's own) | float32 | bfloat16. max_slots sequences run at once, each of at most max_len
     tokens; max_queued more may wait (sequences to score count). prefill_tokens bounds the tokens of one step.
     kv_policy: see `vllm_loop.Loop`. A call's seed is not used: vLLM on a CPU dies of one (`vllm_core.Core.add`).
-    tensor_parallel: worker processes that hold a part of each tensor. ways: see `vllm_weights.LiveWeights`.
+    tensor_parallel: worker processes that hold a part of each tensor. adapter, base: as of the torch engine.
+    ways: see `vllm_weights.LiveWeights`.
     """
 
     def __init__(
@@ -45,7 +48,12 @@ class VllmEngine:
         kv_policy: str = "recompute",
         tensor_parallel: int = 1,
         ways: Sequence[str] = WAYS,
+        adapter: bool = False,
+        base: Path | None = None,
     ) -> None:
+        if adapter and tensor_parallel > 1:
+            raise ConfigError(f"tensor_parallel = {tensor_parallel}: an adapter is served by one worker; leave it at 1")
+        self._adapter, self._base = adapter, base
         self._max_slots, self._max_len, self._prefill_tokens = max_slots, max_len, prefill_tokens
         self._dtype, self._tensor_parallel, self._pause_seconds, self._ways = (
             dtype,
@@ -54,7 +62,7 @@ class VllmEngine:
             ways,
         )
         self._tokenizer: Any = None
-        self._weights: LiveWeights | None = None
+        self._weights: LiveWeights | LiveAdapter | None = None
         self._loop = Loop(max_slots=max_slots, max_queued=max_queued, pause_seconds=pause_seconds, kv=kv_policy)
 
     @property
@@ -107,7 +115,7 @@ class VllmEngine:
         self._loop.submit(weights.core, (), (job,))
         return job.future
 
-    def _loaded(self) -> LiveWeights:
+    def _loaded(self) -> LiveWeights | LiveAdapter:
         weights = self._weights
         if weights is None:
             raise StopError(self.failure) if self.failure else no_weights()
@@ -120,7 +128,8 @@ class VllmEngine:
         from transformers import AutoTokenizer
 
         self.pause()
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        source = base_of(folder, self._base) if self._adapter else folder
+        tokenizer = AutoTokenizer.from_pretrained(source)
         if self._weights is not None and not self._weights.core.lost and self._weights.same_shape(folder):
             self._weights.refill(folder)
         else:
@@ -128,18 +137,23 @@ class VllmEngine:
             if self._weights is not None:
                 old, self._weights = self._weights, None  # freed first: two models may not fit
                 old.close()
-            self._weights = LiveWeights(folder, self._start, self._ways)
+            self._weights = (
+                LiveAdapter(folder, source, self._start)
+                if self._adapter
+                else LiveWeights(folder, self._start, self._ways)
+            )
             self._weights.core.warm_up()
         weights = self._weights
-        ends = end_ids(weights.config, tokenizer, folder)
+        ends = end_ids(weights.config, tokenizer, source)
         self._loop.install(weights.core, ends[ends < weights.vocabulary].tolist())
         self._loop.changed_weights(identity)
         self._tokenizer = tokenizer
 
-    def _start(self, folder: Path) -> Core:
+    def _start(self, folder: Path, lora_rank: int = 0) -> Core:
         return Core(
             folder, slots=self._max_slots, max_len=self._max_len, step_tokens=self._prefill_tokens, dtype=self._dtype,
             tensor_parallel=self._tensor_parallel, rpc_seconds=self._pause_seconds,
+            lora_rank=lora_rank,
         )  # fmt: skip
 
     def pause(self) -> None:
@@ -162,7 +176,7 @@ class VllmEngine:
         self._held()
         self._loop.resume()
 
-    def _held(self) -> LiveWeights:
+    def _held(self) -> LiveWeights | LiveAdapter:
         if self._weights is None or not self._loop.paused:
             raise StopError("the engine's weights are touched only after a load, between pause and resume")
         return self._weights

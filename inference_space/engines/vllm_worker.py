@@ -24,6 +24,7 @@ from .vllm_fallback import Fallback
 from .vllm_lent import Borrowed, borrow
 from .vllm_places import Mapped
 from .vllm_plan import follow
+from .vllm_slot import Slot
 
 SCORE_LOGITS = 1 << 26
 """Most logits of a score in memory at once: 256 MiB in float32."""
@@ -40,6 +41,7 @@ class Side:
         self._temperature = 1.0
         self._mapped: dict[str, Mapped] = {}
         self._fallback = Fallback(worker)
+        self._slot = Slot(self._runner)
         self._hook_scores()
 
     @property
@@ -118,6 +120,14 @@ class Side:
     def spoil(self) -> None:
         """See `Fallback.spoil`."""
         self._fallback.spoil(dict(self._model.named_parameters()))
+
+    def adapt(self, folder: str) -> None:
+        """See `Slot.load`."""
+        self._slot.load(folder)
+
+    def adapted(self, name: str, shape: Sequence[int]) -> tuple[Any, float]:
+        """See `Slot.held`."""
+        return self._slot.held(name, shape)
 
     def fingerprint(self) -> str:
         """See `Fallback.fingerprint`."""

@@ -49,7 +49,7 @@ class Weights:
         mapped = _open(folder)
         self.config_text = (folder / "config.json").read_bytes()
         self.schema = mapped.schema
-        self.compute = _compute_dtype(dtype, device, self.schema)
+        self.compute = compute_dtype(dtype, device, self.schema)
         config = AutoConfig.from_pretrained(folder)
         _require_full_attention(config)
         self.config = config
@@ -136,7 +136,8 @@ def _open(folder: Path) -> MappedCheckpoint:
         raise CorruptObject(f"the checkpoint's weights cannot be read ({error.strerror})") from None
 
 
-def _compute_dtype(setting: str, device: str, schema: Mapping[str, TensorSpec]) -> torch.dtype:
+def compute_dtype(setting: str, device: str, schema: Mapping[str, TensorSpec]) -> torch.dtype:
+    """What to compute in so that every tensor is held exactly; raises ConfigError where `setting` cannot."""
     odd = sorted(name for name, spec in schema.items() if spec.dtype not in _EXACT)
     if odd:
         raise ConfigError(f"the torch engine holds BF16, F16 and F32 tensors; {odd[0]!r} is {schema[odd[0]].dtype}")
