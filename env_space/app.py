@@ -11,10 +11,11 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from sync.asgi import Guard, error_json
-from sync.errors import InvalidRequest, StoreUnavailable
+from sync.errors import InvalidRequest, PeerUnavailable, StoreUnavailable
 
 from .config import EnvConfig
 from .openenv.space import OpenEnvSpace
+from .service.channels import reading_router
 from .service.routes import count_refused, make_router
 from .service.service import RolloutService
 
@@ -40,6 +41,7 @@ def create_app(config: EnvConfig, token: str, url: str | None = None) -> Guard:
     app = FastAPI(title="Deltawire environment Space", lifespan=lifespan, docs_url=None, redoc_url=None)
     router, routes = make_router(service)
     app.include_router(router)
+    app.include_router(reading_router(config.folder))
     _answer_errors(app, service)
     if config.inspector:
         from .ui.inspector import mount
@@ -65,6 +67,9 @@ def _answer_errors(app: FastAPI, service: RolloutService) -> None:
     async def unavailable(_: Request, error: Exception) -> Response:
         return _error(503, "disk_failed", str(error))
 
+    async def away(_: Request, error: Exception) -> Response:
+        return _error(503, "peer_unavailable", str(error))
+
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         count_refused(service, request)
@@ -77,6 +82,7 @@ def _answer_errors(app: FastAPI, service: RolloutService) -> None:
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(InvalidRequest, refused)
     app.add_exception_handler(StoreUnavailable, unavailable)
+    app.add_exception_handler(PeerUnavailable, away)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(Exception, internal)
 

@@ -10,6 +10,9 @@ from sync.serving import bind, serve, until_stopped, url_of, write_ready_file
 
 from .config import EnvConfig
 
+ROOM = 64 << 10
+"""Bytes beyond the limit of a frame, so that one that is a little too large is answered and not cut off."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of an environment Space."""
@@ -31,5 +34,8 @@ def run(args: argparse.Namespace) -> int:
         if config.ready_file is not None:
             write_ready_file(config.ready_file, url=url)
         emitter("env", config.log)("listening", url=url)
-        serve(app, listener, max_connections=config.max_connections, read_seconds=config.read_seconds)
+        serve(
+            app, listener, max_connections=config.max_connections, read_seconds=config.read_seconds,
+            max_frame_bytes=config.openenv.max_frame_bytes + ROOM,
+        )  # fmt: skip
     return 0

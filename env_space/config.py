@@ -54,7 +54,7 @@ class OpenEnvLimits(Settings):
 
     sessions: Slots = 256
     """Sessions at once, each with one episode."""
-    waiting: Slots = 128
+    waiting: Slots = 1_024
     """Sessions that may wait for one to end; beyond it they are refused. With `sessions` below `max_connections`."""
     wait_seconds: Seconds = 20.0
     """How long a session waits before it is refused."""
@@ -100,7 +100,7 @@ class EnvConfig(Settings):
     """Pause between looks at the curriculum channel."""
     max_body_bytes: int = Field(default=1 << 20, ge=1_024, le=1 << 30)
     """Largest request body."""
-    max_connections: int = Field(default=512, ge=1, le=65_536)
+    max_connections: int = Field(default=2_048, ge=1, le=65_536)
     """Connections open at once; beyond it one that waits for a request is closed for a new one."""
     read_seconds: Seconds = 60.0
     """Deadline for a request to arrive whole."""

@@ -67,10 +67,14 @@ def until_stopped() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def serve(app: App, listener: socket.socket, *, max_connections: int = 512, read_seconds: float = 60.0) -> None:
+def serve(
+    app: App, listener: socket.socket, *, max_connections: int = 512, read_seconds: float = 60.0,
+    max_frame_bytes: int = 1 << 20,
+) -> None:  # fmt: skip
     """Serve `app` on a bound socket until SIGINT or SIGTERM; open connections get 3 seconds to end.
 
-    For `max_connections` and `read_seconds` see `sync.connections.bounded`.
+    For `max_connections` and `read_seconds` see `sync.connections.bounded`. A WebSocket whose frame is larger than
+    max_frame_bytes is closed.
     """
     import uvicorn
 
@@ -78,6 +82,7 @@ def serve(app: App, listener: socket.socket, *, max_connections: int = 512, read
 
     config = uvicorn.Config(
         app, http=bounded(max_connections, read_seconds), log_level="warning", access_log=False,
-        timeout_graceful_shutdown=3, timeout_keep_alive=75, ws="auto",
+        timeout_graceful_shutdown=3, timeout_keep_alive=75, ws="auto", ws_max_size=max_frame_bytes,
+        ws_per_message_deflate=False,
     )  # fmt: skip
     uvicorn.Server(config).run(sockets=[listener])

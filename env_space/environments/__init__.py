@@ -8,13 +8,15 @@ from .base import Environment, Turn
 from .guess import Guess
 from .sort import Sort
 
+REMOTE = "openenv:"
+"""What the name of an environment on an OpenEnv server begins with."""
 ENVIRONMENTS: dict[str, type[Environment]] = {cls.name: cls for cls in (Guess, Sort)}
 
 
 def environment(name: str) -> type[Environment]:
     """The environment class of that name, or of an OpenEnv server named `openenv:URL`; raises InvalidRequest listing
     the known ones."""
-    if name.startswith("openenv:"):
+    if name.startswith(REMOTE):
         from ..openenv.client import remote
 
         return remote(name)
@@ -25,4 +27,4 @@ def environment(name: str) -> type[Environment]:
     return found
 
 
-__all__ = ["ENVIRONMENTS", "Environment", "Turn", "environment"]
+__all__ = ["ENVIRONMENTS", "REMOTE", "Environment", "Turn", "environment"]

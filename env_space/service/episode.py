@@ -241,5 +241,7 @@ def _finite(rewards: dict[str, float] | None) -> dict[str, float] | None:
 def _checked(method: Callable[[], T], stage: str) -> T:
     try:
         return method()
+    except PeerUnavailable:  # a server behind the environment: nothing that the policy or the task did
+        raise
     except Exception as error:
         raise EnvironmentFailed(f"the environment raised in stage {stage}: {type(error).__name__}: {error}") from error

@@ -11,14 +11,14 @@ from pydantic_core import to_json
 
 from sync.asgi import Guard
 from sync.errors import InvalidRequest
-from sync.schema.rollouts import AckRequest, RenewRequest, RolloutStatus, RunRequest
+from sync.schema.rollouts import MAX_ENVIRONMENT, AckRequest, RenewRequest, RolloutStatus, RunRequest
 
 from ..environments import ENVIRONMENTS, Environment, environment
 from .service import RolloutService
 
 MAX_DEMONSTRATIONS = 10_000
 RunName = Annotated[str, Query(min_length=1, max_length=128)]
-EnvironmentName = Annotated[str, Query(alias="environment", min_length=1, max_length=64)]
+EnvironmentName = Annotated[str, Query(alias="environment", min_length=1, max_length=MAX_ENVIRONMENT)]
 Seed = Annotated[int, Query(ge=0, le=2**31 - 1)]
 
 
@@ -73,7 +73,8 @@ class _Routes:
         return _json(self._service.status(refused).model_dump_json())
 
     async def tasks(self, name: EnvironmentName) -> Response:
-        return _json(to_json({"environment": name, "tasks": environment(name).tasks()}))
+        tasks = await asyncio.to_thread(environment(name).tasks)
+        return _json(to_json({"environment": name, "tasks": tasks}))
 
     async def environments(self) -> Response:
         known = [_describe(cls) for _, cls in sorted(ENVIRONMENTS.items())]

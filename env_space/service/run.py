@@ -9,14 +9,14 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import NamedTuple, TypeVar
 
-from sync.errors import DeltawireError, StoreUnavailable
+from sync.errors import DeltawireError, PeerUnavailable, StoreUnavailable
 from sync.events import Emit
 from sync.schema.artifacts import Curriculum
 from sync.schema.base import Identity
 from sync.schema.rollouts import HarnessVersions, Rollout, RunInfo, RunRequest
 
 from ..config import EnvConfig
-from ..environments import environment
+from ..environments import REMOTE, environment
 from .episode import Roller
 from .ledger import Ledger
 from .policy import Policy, Totals
@@ -61,7 +61,9 @@ class Run:
         self._cursor = stored.cursor
         self._counters: Counter[str] = Counter(stored.counters)
         self._environment = environment(stored.request.environment)
-        self._tasks = self._environment.tasks()
+        remote = stored.request.environment.startswith(REMOTE)  # asked when the run is rolled: it may be away now
+        self._tasks = () if remote else self._environment.tasks()
+        self._newest: tuple[Identity, Curriculum] | None = None
         self._policy: Policy | None = None
         self._redo: list[Draw] = []
         self._active = 0
@@ -128,6 +130,9 @@ class Run:
 
     def curriculum(self, identity: Identity, document: Curriculum) -> None:
         """Draw by this curriculum from the next group on; a document that does not fit keeps the last good one."""
+        self._newest = identity, document
+        if not self._tasks:
+            return
         try:
             self._pinned = _Pinned(identity, cumulative_weights(document, self.request.environment, self._tasks))
         except DeltawireError as error:
@@ -196,6 +201,7 @@ class Run:
         self._changed.set()
 
     async def _loop(self, policy: Policy) -> None:
+        await self._learn_tasks()
         roller = Roller(self.request, self._environment, policy, self._home.pipeline, self._home.threads)
         async with asyncio.TaskGroup() as groups:
             while True:
@@ -208,6 +214,21 @@ class Run:
                 await self._changed.wait()
         await self._end_policy(policy)
         self._notify()
+
+    async def _learn_tasks(self) -> None:
+        """Ask a server behind the environment for its tasks until it answers."""
+        trouble = ""
+        while not self._tasks:
+            try:
+                self._tasks = await asyncio.to_thread(self._environment.tasks)
+            except PeerUnavailable as error:
+                trouble = self.last_error = str(error)
+                self._counters["failures"] += 1
+                await asyncio.sleep(self._home.config.policy.backoff_seconds)
+        if trouble and self.last_error == trouble:
+            self.last_error = ""
+        if self._newest is not None and self._pinned is None:
+            self.curriculum(*self._newest)
 
     async def _stored(self, write: Callable[[], T]) -> T:
         """What `write` gives; while the disk is full or fails the run stands still and tries again."""

@@ -10,6 +10,8 @@ from .base import IdentityText, Wire
 from .calls import Ids, Message, Temperature, VersionSpan
 
 RolloutStatus = Literal["done", "truncated", "timeout", "env_error", "agent_error", "no_reward"]
+MAX_ENVIRONMENT = 512
+"""Characters of an environment's name, which may be a URL."""
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
@@ -101,7 +103,7 @@ class RunRequest(Wire):
     """
 
     name: Name
-    environment: str = Field(min_length=1, max_length=64)
+    environment: str = Field(min_length=1, max_length=MAX_ENVIRONMENT)
     policy_url: str = Field(min_length=1, max_length=2_048, pattern=r"^https?://")
     purpose: Literal["training", "evaluation"] = "training"
     group_size: int = Field(default=8, ge=1, le=1_024)

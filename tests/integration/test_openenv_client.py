@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from support_openenv import Odd, OpenSpace, Upstream
 from support_policy import TOKEN, make_policy, served
+from support_tiny import wait_until
 
 from env_space.environments import Environment, Turn
 from env_space.openenv.client import describe, remote
@@ -226,6 +227,50 @@ def test_the_rollout_service_rolls_a_server_by_its_name(space: OpenSpace, stack:
     assert [(r["environment"], r["status"], r["success"]) for r in rollouts] == [(name, "done", True)] * 2
     assert {r["reward"] for r in rollouts} == {1.0}  # the policy plays by binary search
     assert rollouts[0]["task"].startswith("secret-")
+
+
+def test_a_server_that_is_away_or_dies_under_a_run_is_waited_for_and_no_reward_is_made_up(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    rolling = OpenSpace(stack, tmp_path / "rolling")
+    policy = stack.enter_context(served(make_policy(TOKEN)))
+    name = f"openenv:http://127.0.0.1:{port}#ready_seconds=1&turns=2"
+    run = {"name": "r", "environment": name, "policy_url": policy, "group_size": 2, "concurrent_groups": 2}
+    answer = rolling.http.post(f"{rolling.url}/v1/runs", json={**run, "ready_groups": 2})
+    assert answer.status_code == 200, answer.text
+
+    def info() -> dict[str, Any]:
+        found: dict[str, Any] = rolling.http.get(f"{rolling.url}/v1/status").json()["runs"][0]
+        return found
+
+    def take() -> list[dict[str, Any]]:
+        query: dict[str, str | int] = {"run": "r", "limit": 1, "wait": 30}
+        groups = rolling.http.get(f"{rolling.url}/v1/rollouts", params=query).json()["groups"]
+        rolling.http.post(f"{rolling.url}/v1/rollouts/ack", json={"groups": [group["id"] for group in groups]})
+        return [rollout for group in groups for rollout in group["rollouts"]]
+
+    wait_until(lambda: "was not ready" in info()["last_error"])
+    tasks = rolling.http.get(f"{rolling.url}/v1/tasks", params={"environment": name})
+    assert (tasks.status_code, tasks.json()["error"]["code"]) == (503, "peer_unavailable")
+    server = Upstream(tmp_path, port=port)
+    seen = take()
+    assert info()["last_error"] == ""
+    server.stop()
+    failures = info()["infrastructure_failures"]
+    wait_until(lambda: info()["infrastructure_failures"] > failures + 4)
+    again = Upstream(tmp_path, port=port)
+    try:
+        for _ in range(6):
+            seen += take()
+    finally:
+        again.stop()
+    assert {rollout["status"] for rollout in seen} <= {"truncated", "agent_error"}
+    assert any(rollout["status"] == "truncated" for rollout in seen)
+    for rollout in seen:
+        assert rollout["reward"] == (2.0 if rollout["status"] == "truncated" else None)
 
 
 @pytest.mark.parametrize(
