@@ -6,6 +6,7 @@ All run without the interpreter lock. Integers are kept unsigned throughout: num
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -25,9 +26,26 @@ _S27, _S30, _S31 = np.uint64(27), np.uint64(30), np.uint64(31)
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function as a kernel without the interpreter lock, cached where there is a folder to cache in."""
     try:
-        return njit(cache=True, nogil=True)(function)  # type: ignore[no-any-return]
+        kernel = njit(cache=True, nogil=True)(function)
     except RuntimeError:  # no folder to cache in: it is compiled anew in every process
         return njit(nogil=True)(function)  # type: ignore[no-any-return]
+    _name_by_content(kernel._cache._cache_file)
+    return kernel  # type: ignore[no-any-return]
+
+
+def _name_by_content(file: Any) -> None:
+    """Name the files of a kernel's cache by signature and source, and write each before the index names it.
+
+    numba numbers them, and the index first: of two processes that compile different signatures of one kernel at the
+    same time, or after an upgrade, one may find the other's machine code, or the old version's, under its own."""
+
+    def save(key: Any, data: Any) -> None:
+        digest = hashlib.sha256(repr((file._source_stamp, key)).encode()).digest()
+        name = file._data_name_pattern.format(number=int.from_bytes(digest[:12], "big"))
+        file._save_data(name, data)
+        file._save_index({**file._load_index(), key: name})
+
+    file.save = save
 
 
 @intrinsic  # type: ignore[untyped-decorator]
