@@ -29,7 +29,7 @@ demo: install $(if $(filter vllm,$(ENGINE)),$(VLLM)/.installed)  ## train a tiny
 	$(BIN)/deltawire demo --store $(STORE) $(if $(filter vllm,$(ENGINE)),--engine vllm --inference-python $(VLLM)/bin/python) $(ARGS)
 
 test: install  ## every test that Python packages alone allow (browser tests too where Chromium is installed)
-	$(CPU) $(BIN)/python -m pytest -n 2 --dist loadgroup --ignore tests/vllm_tier --ignore tests/agents_tier $(ARGS)
+	$(CPU) $(BIN)/python -m pytest -n 2 --dist loadscope -p tests.support.spread --ignore tests/vllm_tier --ignore tests/agents_tier $(ARGS)
 
 test-vllm: $(VLLM)/.installed  ## checkpoints in a real vLLM, in an environment of its own (3.5 GB)
 	$(CPU) $(VLLM)/bin/python -m pytest tests/vllm_tier $(ARGS)

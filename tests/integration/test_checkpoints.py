@@ -6,7 +6,7 @@ import pytest
 from support.checkpoints import CASES, Case, assert_transformers_loads, bring_all
 from support.devhub import HubProcess
 
-pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("checkpoints")]
+pytestmark = pytest.mark.integration
 
 
 @pytest.fixture(scope="module")

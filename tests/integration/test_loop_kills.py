@@ -35,7 +35,6 @@ pytestmark = [
     pytest.mark.integration,
     pytest.mark.crash,
     pytest.mark.timeout(300),
-    pytest.mark.xdist_group("loop"),
 ]
 STEPS, GROUPS, SIZE = 36, 4, 4
 SECONDS = 120

@@ -42,7 +42,7 @@ from sync.schema.sessions import Session, SessionKey, SessionLine, SessionPage
 from sync.serving import bind, url_of
 from sync.session_keys import make_key, session_of
 
-pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("router")]
+pytestmark = pytest.mark.integration
 TOKEN = "a-token-of-sixteen-and-more"
 KEY = {"Authorization": f"Bearer {TOKEN}"}
 ENVIRON = {**os.environ, "DELTAWIRE_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
