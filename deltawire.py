@@ -24,6 +24,7 @@ COMMANDS = {
     "router": Command("inference_space.router.cli", "inference", "put one URL in front of several inference Spaces"),
     "lint-template": Command("inference_space.lint", "inference", "check that a chat template lets conversations grow"),
     "env": Command("env_space.cli", "env", "run episodes and serve rollouts"),
+    "inspect": Command("env_space.inspect_cli", "env", "show the rollouts of a live Space or of a saved folder"),
     "train": Command("trainer_node.cli", "trainer", "train on rollouts and publish weights"),
     "hub": Command("sync.devhub.cli", "hub", "serve a local Hub"),
     "log": Command("sync.tools.log", "", "list the live versions of a run, newest first"),

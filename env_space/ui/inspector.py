@@ -1,4 +1,4 @@
-"""The inspector page: run state, the rollout list, and one rollout turn by turn, all read over HTTP."""
+"""The inspector page: run state over tabs, the first of which lists rollouts; everything is read over HTTP."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ from fastapi.responses import Response
 
 from sync.asgi import error_json
 from sync.errors import DeltawireError, InvalidRequest
+from sync.schema.artifacts import ARTIFACT_CHANNELS
 from sync.schema.rollouts import RolloutStatus
 
-from . import render
+from . import render, views
+from .keys import HELP, KEYS
+from .play import Games
 from .reader import Reader
 from .style import CSS
+from .tabs import QUIET, ChannelsTab, PlayTab, plots_tab, tasks_tab
 
 PAGE = 50
 REFRESH_SECONDS = 3.0
 QUEUE = 256
 
+_TABS = ("rollouts", "tasks", "play", "plots", "channels", "queue")
 _ALL_RUNS = ("all runs", "")
 _ANY_STATUS = ("any status", "")
 _COLOURINGS = [("mask", "mask"), ("logprob", "logprob"), ("weight version", "version")]
@@ -39,6 +44,15 @@ element.addEventListener('click', (event) => {
 });
 """
 _ON_ROLLOUT = """
+element.addEventListener('click', (event) => {
+  const link = event.target.closest('a[data-rollout]');
+  if (!link || event.metaKey || event.ctrlKey || event.shiftKey) return;
+  event.preventDefault();
+  const url = new URL(window.location);
+  url.searchParams.set('rollout', link.dataset.rollout);
+  window.history.replaceState(null, '', url);
+  trigger('click', { rollout: link.dataset.rollout });
+});
 watch('value', () => {
   const detail = document.getElementById('dw-detail');
   if (window.innerWidth < 1100) detail.scrollIntoView({ behavior: 'smooth' }); else detail.scrollTop = 0;
@@ -68,7 +82,7 @@ def mount(app: FastAPI, base_url: str, token: str) -> FastAPI:
         build(base_url, token),
         path="/",
         theme=gr.themes.Default(primary_hue="blue", neutral_hue="slate", **fonts),
-        head=f'<style>{CSS}</style><meta name="robots" content="noindex">',
+        head=f'<style>{CSS}</style><script>{KEYS}</script><meta name="robots" content="noindex">',
         footer_links=[],
         run_history=False,
         ssr_mode=False,
@@ -81,44 +95,73 @@ def mount(app: FastAPI, base_url: str, token: str) -> FastAPI:
 
 def build(base_url: str, token: str) -> gr.Blocks:
     """Lay out the page over the service at `base_url` and wire its events; every event reads anew."""
-    page = _Page(Reader(base_url, token))
+    reader = Reader(base_url, token)
+    page = _Page(reader)
     with gr.Blocks(title="Deltawire inspector", analytics_enabled=False, fill_width=True) as blocks:
-        gr.HTML('<div class="dw"><h1>Deltawire<span>rollout inspector</span></h1></div>', apply_default_css=False)
+        title = '<div class="dw"><h1>Deltawire<span>rollout inspector</span></h1></div>'
+        gr.HTML(title + HELP, apply_default_css=False)
         strip = gr.HTML(elem_id="dw-strip", apply_default_css=False)
-        offset, chosen, names = gr.State(0), gr.State(""), gr.State([_ALL_RUNS])
-        with gr.Row():
-            with gr.Column(scale=5, min_width=340):
-                with gr.Row():
-                    run = gr.Dropdown([_ALL_RUNS], value="", label="Run", elem_id="dw-run", min_width=120)
-                    states = [_ANY_STATUS, *((s, s) for s in get_args(RolloutStatus))]
-                    status = gr.Dropdown(states, value="", label="Status", elem_id="dw-status", min_width=120)
-                with gr.Row(elem_id="dw-pager"):
-                    newer = gr.Button("Newer", size="sm", interactive=False, elem_id="dw-newer")
-                    older = gr.Button("Older", size="sm", interactive=False, elem_id="dw-older")
-                    where = gr.HTML(elem_id="dw-where", apply_default_css=False)
-                    live = gr.Checkbox(value=True, label="Follow", elem_id="dw-live", container=False, min_width=80)
-                table = gr.HTML(elem_id="dw-list", js_on_load=_ON_ROW, apply_default_css=False)
-            with gr.Column(scale=5, min_width=340, elem_id="dw-detail"):
-                detail = gr.HTML(_CHOOSE, elem_id="dw-rollout", js_on_load=_ON_ROLLOUT, apply_default_css=False)
-                colour = gr.Radio(
-                    _COLOURINGS, value="mask", label="Colour tokens by", elem_id="dw-colour", visible=False
-                )
-                tokens = gr.HTML(elem_id="dw-tokens", apply_default_css=False)
-        listing, shown = [offset, table, where, newer, older], [chosen, detail, colour, tokens]
-        view = [run, status, chosen]
-        quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
-        blocks.load(page.opened, [colour], shown, **quiet).then(
-            page.status, [names], [strip, names, run], **quiet
-        ).then(page.first, view, listing, **quiet)
+        names = gr.State([_ALL_RUNS])
+        with gr.Tabs(elem_id="dw-tabs") as tabs:
+            with gr.Tab("Rollouts", id="rollouts"):
+                run, refresh, follow = _rollouts(blocks, page)
+            tasks_tab(reader)
+            play = PlayTab(reader, Games(base_url, token))
+            plots_tab(reader)
+            channels = ChannelsTab(reader)
+            with gr.Tab("Queue", id="queue"):
+                queue = gr.HTML(elem_id="dw-queue", apply_default_css=False)
+        header = [strip, queue, names, run]
+        blocks.load(page.status, [names], header, **QUIET).then(page.first, *refresh, **QUIET)
         tick = gr.Timer(REFRESH_SECONDS).tick
-        tick(page.status, [names], [strip, names, run], **quiet)
-        tick(page.follow, [live, offset, *view], listing, js=_UNLESS_POINTED_AT, **quiet)
-        gr.on([run.input, status.input], page.first, view, listing, **quiet)
-        newer.click(page.newer, [offset, *view], listing, **quiet)
-        older.click(page.older, [offset, *view], listing, **quiet)
-        table.click(page.choose, [colour], shown, **quiet)
-        colour.input(page.recolour, [chosen, colour], tokens, **quiet)
+        tick(page.status, [names], header, **QUIET)
+        tick(page.follow, *follow, js=_UNLESS_POINTED_AT, **QUIET)
+
+        async def opened_at(request: gr.Request) -> tuple[Any, ...]:
+            asked = request.query_params
+            tab = asked.get("tab", "")
+            if tab not in _TABS:
+                return (gr.skip(),) * (1 + len(channels.outputs))
+            if tab != "channels" or not asked.get("run"):
+                return gr.update(selected=tab), *(gr.skip(),) * len(channels.outputs)
+            wanted = asked.get("channel", "rubric")
+            channel = wanted if wanted in ARTIFACT_CHANNELS else "rubric"
+            shown = await channels.show(asked["run"][:128], channel, asked.get("version", "")[:64])
+            return gr.update(selected=tab), *shown
+
+        blocks.load(opened_at, None, [tabs, *channels.outputs], **QUIET)
+        blocks.unload(play.left)
     return blocks.queue(max_size=QUEUE, default_concurrency_limit=16, api_open=False)
+
+
+def _rollouts(blocks: gr.Blocks, page: _Page) -> tuple[Any, list[Any], list[Any]]:
+    """The Rollouts tab; returns its run filter, and inputs and outputs of reading the list anew and of following it."""
+    offset, chosen = gr.State(0), gr.State("")
+    with gr.Row():
+        with gr.Column(scale=5, min_width=340):
+            with gr.Row():
+                run = gr.Dropdown([_ALL_RUNS], value="", label="Run", elem_id="dw-run", min_width=120)
+                states = [_ANY_STATUS, *((s, s) for s in get_args(RolloutStatus))]
+                status = gr.Dropdown(states, value="", label="Status", elem_id="dw-status", min_width=120)
+            with gr.Row(elem_id="dw-pager"):
+                newer = gr.Button("Newer", size="sm", interactive=False, elem_id="dw-newer")
+                older = gr.Button("Older", size="sm", interactive=False, elem_id="dw-older")
+                where = gr.HTML(elem_id="dw-where", apply_default_css=False)
+                live = gr.Checkbox(value=True, label="Follow", elem_id="dw-live", container=False, min_width=80)
+            table = gr.HTML(elem_id="dw-list", js_on_load=_ON_ROW, apply_default_css=False)
+        with gr.Column(scale=5, min_width=340, elem_id="dw-detail"):
+            detail = gr.HTML(_CHOOSE, elem_id="dw-rollout", js_on_load=_ON_ROLLOUT, apply_default_css=False)
+            colour = gr.Radio(_COLOURINGS, value="mask", label="Colour tokens by", elem_id="dw-colour", visible=False)
+            tokens = gr.HTML(elem_id="dw-tokens", apply_default_css=False)
+    listing, shown = [offset, table, where, newer, older], [chosen, detail, colour, tokens]
+    view = [run, status, chosen]
+    blocks.load(page.opened, [colour], shown, **QUIET)
+    gr.on([run.input, status.input], page.first, view, listing, **QUIET)
+    newer.click(page.newer, [offset, *view], listing, **QUIET)
+    older.click(page.older, [offset, *view], listing, **QUIET)
+    gr.on([table.click, detail.click], page.choose, [colour], shown, **QUIET)
+    colour.input(page.recolour, [chosen, colour], tokens, **QUIET)
+    return run, [view, listing], [[live, offset, *view], listing]
 
 
 class _Page:
@@ -127,19 +170,17 @@ class _Page:
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
 
-    async def status(self, names: list[Any]) -> tuple[Any, Any, Any]:
-        """Header strip, and the run filter's choices where they changed."""
+    async def status(self, names: list[Any]) -> tuple[Any, Any, Any, Any]:
+        """Header strip, the queue, and the run filter's choices where they changed."""
         try:
             status = await self._reader.status()
         except DeltawireError as error:
-            return (
-                render.notice("The service's status cannot be read", str(error), "bad"),
-                gr.skip(),
-                gr.skip(),
-            )
+            told = render.notice("The service's status cannot be read", str(error), "bad")
+            return told, told, gr.skip(), gr.skip()
         now = [_ALL_RUNS, *((run.name, run.name) for run in status.runs)]
         same = [tuple(n) for n in names] == now
-        return render.strip(status, time.time()), now, gr.skip() if same else gr.update(choices=now)
+        shown = render.strip(status, time.time()), views.queue(status)
+        return *shown, now, gr.skip() if same else gr.update(choices=now)
 
     async def first(self, run: str, status: str, chosen: str) -> tuple[Any, ...]:
         """The newest page of what the filters choose."""
@@ -191,8 +232,12 @@ class _Page:
             gone = isinstance(error, InvalidRequest) and error.status == 404
             title = f"There is no rollout {name[:128]}" if gone else "The rollout cannot be read"
             return name, render.notice(title, str(error), "bad"), gr.update(visible=False), ""
+        try:
+            group = await self._reader.group(item.group)
+        except DeltawireError:
+            group = ()  # a Space of another release has no such route; its rollouts can be read all the same
         shown = gr.update(visible=True)
-        return name, render.rollout(item, time.time()), shown, render.tokens(item, colour)
+        return name, render.rollout(item, time.time(), group), shown, render.tokens(item, colour)
 
     async def recolour(self, chosen: str, colour: render.Colouring) -> str:
         """The chosen rollout's tokens in another colouring."""

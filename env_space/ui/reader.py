@@ -1,4 +1,4 @@
-"""The three routes that the inspector reads, as typed calls: it knows nothing that another client would not."""
+"""The routes that the inspector reads, as typed calls: it knows nothing that another client would not."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from pydantic import BaseModel, ValidationError
 from sync.errors import InvalidRequest, PeerUnavailable, RejectError
 from sync.schema.calls import ErrorResponse
 from sync.schema.rollouts import Rollout, RolloutPage, ServiceStatus
+
+from .bodies import Artifact, Channels, Environments, GroupIds, Series, Summary, Tasks
 
 M = TypeVar("M", bound=BaseModel)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -46,6 +48,34 @@ class Reader:
         if not _NAME.fullmatch(name):
             raise InvalidRequest(f"{name!r} cannot be a rollout id", status=404, code="not_found")
         return await self._get(f"/v1/rollouts/{quote(name, safe='')}", {}, Rollout)
+
+    async def group(self, name: str) -> tuple[str, ...]:
+        """The ids of a group's rollouts, in order."""
+        return (await self._get("/v1/group", {"name": name}, GroupIds)).rollouts
+
+    async def environments(self) -> Environments:
+        """What the Space can roll."""
+        return await self._get("/v1/environments", {}, Environments)
+
+    async def tasks(self, environment: str) -> tuple[str, ...]:
+        """The task keys of one environment."""
+        return (await self._get("/v1/tasks", {"environment": environment}, Tasks)).tasks
+
+    async def summary(self) -> Summary:
+        """Counts and means per task over the stored rollouts."""
+        return await self._get("/v1/summary", {}, Summary)
+
+    async def series(self, run: str) -> Series:
+        """Windows over the stored rollouts of a run, or of every run."""
+        return await self._get("/v1/series", {"run": run} if run else {}, Series)
+
+    async def channels(self, run: str) -> Channels:
+        """The newest versions of every channel of a run's bucket."""
+        return await self._get("/v1/channels", {"run": run}, Channels)
+
+    async def artifact(self, run: str, channel: str, version: str) -> Artifact:
+        """One version of the run's curriculum, guidance or rubric."""
+        return await self._get("/v1/artifacts", {"run": run, "channel": channel, "version": version}, Artifact)
 
     async def _get(self, path: str, query: dict[str, str | int], model: type[M]) -> M:
         try:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from types import MappingProxyType
 from typing import Literal
 
 from sync.schema.calls import Message
@@ -14,6 +15,7 @@ Colouring = Literal["mask", "logprob", "version"]
 
 TOKENS_SHOWN = 4_000
 MESSAGE_SHOWN = 20_000
+CRITERION = "criterion."
 _STATUS_TONE = {
     "done": "good",
     "truncated": "warn",
@@ -108,9 +110,27 @@ def _run(run: RunInfo) -> str:
     )
 
 
-def _facts(facts: Mapping[str, str], title: str = "", kind: str = "") -> str:
+def _neighbours(name: str, group: Sequence[str]) -> str:
+    if name not in group or len(group) < 2:
+        return ""
+    at = group.index(name)
+    sides = (("previous", at - 1), ("next", at + 1))
+    links = "".join(
+        f'<a href="?rollout={escape(group[i])}" data-rollout="{escape(group[i])}" data-step="{word}">{word}</a>'
+        for word, i in sides
+        if 0 <= i < len(group)
+    )
+    return (
+        f'<nav class="dw-nav" aria-label="rollouts of this group">{at + 1} of {len(group)} in its group {links}</nav>'
+    )
+
+
+def _facts(
+    facts: Mapping[str, str], title: str = "", kind: str = "", links: Mapping[str, str] = MappingProxyType({})
+) -> str:
     head = f'<p class="dw-label">{escape(title)}</p>' if title else ""
-    cells = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts.items())
+    shown = {k: f'<a href="{escape(links[k])}">{escape(v)}</a>' if k in links else escape(v) for k, v in facts.items()}
+    cells = "".join(f"<div><dt>{escape(k)}</dt><dd>{v}</dd></div>" for k, v in shown.items())
     return f'{head}<dl class="dw-facts {kind}">{cells}</dl>'
 
 
@@ -170,8 +190,12 @@ def _success(value: Literal[True, False] | None) -> str:
     return f'<span class="dw-{tone}" title="{word}" aria-label="{word}">{mark}</span>'
 
 
-def rollout(item: Rollout, now: float) -> str:
-    """One rollout turn by turn: facts, reward parts, findings, timing, and each message as a bubble."""
+def rollout(item: Rollout, now: float, group: Sequence[str] = ()) -> str:
+    """One rollout turn by turn: facts, reward parts, findings, timing, and each message as a bubble.
+
+    `group`: the ids of its group in order, for the links to the one before and the one after. Rewards that are named
+    `criterion.<id>` are the rubric's and stand apart from the environment's own.
+    """
     total = sum(len(chain.ids) for chain in item.chains)
     facts = {
         "task": item.task,
@@ -187,16 +211,26 @@ def rollout(item: Rollout, now: float) -> str:
     }
     seconds = {stage: f"{value:.3g} s" if value >= 0.0005 else "< 0.001 s" for stage, value in item.seconds.items()}
     unusable = "" if item.usable else _pill("not usable", "warn")
+    judged = {k: v for k, v in item.rewards.items() if k.startswith(CRITERION)}
+    criteria = {k.removeprefix(CRITERION): v for k, v in judged.items()}
+    parts = {k: v for k, v in item.rewards.items() if k not in judged}
+    links = {
+        name: f"?tab=channels&run={item.run}&channel={name}&version={version}"
+        for name, version in item.harness.model_dump().items()
+        if version
+    }
     return (
         f'<article class="dw dw-card" data-testid="rollout" data-rollout="{escape(item.id)}">'
         f"<h3>{escape(item.id)} {_pill(item.status, _STATUS_TONE[item.status])}{unusable}</h3>"
         f'<p class="dw-big" data-testid="reward">reward {_reward(item.reward)} {_success(item.success)}</p>'
-        f"{_bars('reward parts', item.rewards)}{_findings(item.findings)}{_facts(facts)}"
-        f"{_facts(seconds, 'time') if seconds else ''}{_bubbles(item.messages)}</article>"
+        f"{_neighbours(item.id, group)}{bars('reward parts', parts)}{bars('rubric criteria', criteria)}"
+        f"{_findings(item.findings)}{_facts(facts, links=links)}"
+        f"{_facts(seconds, 'time') if seconds else ''}{bubbles(item.messages)}</article>"
     )
 
 
-def _bars(title: str, values: Mapping[str, float]) -> str:
+def bars(title: str, values: Mapping[str, float]) -> str:
+    """Values as labelled bars, the largest at full width; nothing for none."""
     if not values:
         return ""
     most = max(map(abs, values.values())) or 1.0
@@ -213,7 +247,8 @@ def _findings(findings: Iterable[str]) -> str:
     return f'<ul class="dw-findings" data-testid="findings">{items}</ul>' if items else ""
 
 
-def _bubbles(messages: Iterable[Message]) -> str:
+def bubbles(messages: Iterable[Message]) -> str:
+    """A conversation, each message as a bubble, long ones cut at MESSAGE_SHOWN characters."""
     parts: list[str] = []
     turn = 0
     for message in messages:

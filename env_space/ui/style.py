@@ -127,6 +127,35 @@ ul.dw-findings { margin:0 !important; padding:8px 10px 8px 26px !important; list
 #dw-pager button { min-width:70px; flex:0 0 auto; }
 #dw-where { flex:1 1 auto; white-space:nowrap; }
 #dw-live { flex:0 0 auto; width:auto; background:none; border:0; }
+.dw a { color:var(--dw-accent); }
+.dw-stack { display:flex; flex-direction:column; gap:10px; }
+.dw-grid { width:100%; border-collapse:collapse; font-variant-numeric:tabular-nums; }
+.dw-grid th, .dw-grid td { text-align:left; padding:6px 12px; border-bottom:1px solid var(--dw-line);
+  color:inherit; }
+.dw-grid th { font-size:11px; color:var(--dw-soft); }
+.dw-nav { display:flex; gap:12px; color:var(--dw-soft); }
+.dw-plots { display:grid; gap:12px; grid-template-columns:repeat(auto-fit,minmax(min(380px,100%),1fr)); }
+.dw-plots figure { margin:0; }
+.dw-plots figcaption { font-weight:650; }
+.dw-plots svg { width:100%; height:auto; }
+.dw-plots text { fill:var(--dw-soft); font-size:11px; }
+.dw-axis { fill:none; stroke:var(--dw-line); }
+.dw-line { fill:none; stroke:var(--h); stroke-width:1.6; }
+.dw-plots circle { fill:var(--h); }
+.dw-diff { display:flex; flex-direction:column; gap:8px; }
+.dw-pair { background:var(--dw-card); border:1px solid var(--dw-line); border-left-width:4px;
+  border-radius:8px; padding:8px 12px; overflow-wrap:anywhere; }
+.dw-pair h4 { margin:0 0 4px; color:inherit; }
+.dw-pair.dw-added { border-left-color:var(--dw-good); }
+.dw-pair.dw-removed { border-left-color:var(--dw-bad); }
+.dw-pair.dw-changed { border-left-color:var(--dw-warn); }
+.dw-sides { display:grid; gap:12px; grid-template-columns:repeat(auto-fit,minmax(min(240px,100%),1fr)); }
+.dw-pair mark { color:inherit; background:color-mix(in srgb,var(--dw-warn) 26%,transparent); }
+.dw-pair small { color:var(--dw-soft); }
+.dw a:focus-visible, .dw [tabindex]:focus-visible { outline:2px solid var(--dw-accent); outline-offset:2px; }
+.dw-table tr:focus-within { background:var(--dw-hover); }
+#dw-keys { color:var(--dw-ink); background:var(--dw-card); border:1px solid var(--dw-line);
+  border-radius:10px; padding:16px 20px; margin:auto; }
 @media (min-width:1100px) {
   #dw-detail { position:sticky; top:8px; max-height:calc(100vh - 16px); overflow:auto;
     flex-wrap:nowrap; }
