@@ -39,7 +39,7 @@ body, .gradio-container { background:var(--dw-page) !important; }
 .dw-facts div { min-width:0; }
 .dw-facts dt { color:var(--dw-soft); font-size:11px; }
 .dw-facts dd { margin:0; font-variant-numeric:tabular-nums; font-weight:600; overflow-wrap:anywhere; }
-.dw-facts.dw-six { grid-template-columns:repeat(6,1fr); }
+.dw-facts.dw-six { grid-template-columns:repeat(auto-fit,minmax(66px,1fr)); }
 article .dw-facts { grid-template-columns:repeat(auto-fill,minmax(118px,1fr)); }
 .dw-error { color:var(--dw-bad) !important; overflow-wrap:anywhere; }
 .dw-pill { display:inline-block; border-radius:99px; padding:1px 8px; font-size:11px; font-weight:600;
