@@ -22,7 +22,7 @@ if importlib.util.find_spec("vllm") is None:
 
 from support.devhub import ROOT
 from support_tiny import assert_close_to, make_checkpoint, prompts, publishing, reference, state_of, wait_until
-from vllm_live import checkpoint, cut, edited, fresh, greedy
+from vllm_live import checkpoint, edited, fresh, greedy, same
 
 from inference_space.engines.base import Call
 from inference_space.engines.vllm_core import prepare_environment
@@ -42,7 +42,13 @@ def engine() -> Iterator[Any]:
     from inference_space.engines.vllm_engine import VllmEngine
 
     engine = VllmEngine(
-        max_slots=16, max_len=256, max_queued=64, prefill_tokens=256, pause_seconds=60, tensor_parallel=2
+        max_slots=16,
+        max_len=256,
+        max_queued=64,
+        prefill_tokens=256,
+        pause_seconds=60,
+        tensor_parallel=2,
+        dtype="float32",
     )
     yield engine
     engine.close()
@@ -102,10 +108,10 @@ def test_two_ranks_say_what_a_fresh_vllm_on_two_ranks_says(engine: Any, tmp_path
     assert set(engine.ways()) == set(state)
     engine.close()
     checkout(open_store(run), "20", tmp_path / "v20")
-    wanted = fresh(tmp_path / "fresh.json", [tmp_path / "v20"], asked, 12, ranks=2)["v20"]
+    wanted = fresh(tmp_path / "fresh.json", [tmp_path / "v20"], asked, 12, ranks=2, dtype="float32")["v20"]
     assert sum(len(answer["ids"]) for answer in said[20]) > 20
-    assert said[20] == cut(said[20], wanted)
-    assert said[19] != cut(said[19], wanted)
+    assert same(said[20], wanted)
+    assert not same(said[19], wanted)
 
 
 def test_scores_updates_under_running_calls_and_a_lost_worker(engine: Any, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed here; run make test-vllm", allow_module_level=True)
 
 from support_tiny import make_checkpoint, prompts, publishing, state_of
-from vllm_live import checkpoint, cut, edited, fresh, greedy
+from vllm_live import checkpoint, edited, fresh, greedy, same
 
 from inference_space.engines.vllm_core import prepare_environment
 from sync import Follower, Identity, Stamp, open_store
@@ -60,7 +60,7 @@ def make() -> Iterator[Make]:
 def test_whatever_the_way_vllm_is_a_fresh_vllm_of_that_version(make: Make, tmp_path: Path, case: str) -> None:
     kind, ranks, allowed, used = CASES[case]
     first, run, asked = checkpoint(kind, tmp_path / "first"), str(tmp_path / "run"), prompts(4)
-    engine, said = make(tensor_parallel=ranks, ways=allowed), {}
+    engine, said = make(tensor_parallel=ranks, ways=allowed, dtype="float32"), {}
     follower = Follower(open_store(run, create=True, writable=True), tmp_path / "mirror", engine, audit_every=2)
     with publishing(open_store(run, create=True, writable=True), first) as publisher:
         follower.poll()
@@ -76,10 +76,10 @@ def test_whatever_the_way_vllm_is_a_fresh_vllm_of_that_version(make: Make, tmp_p
     follower.close()
     engine.close()
     checkout(open_store(run), "5", tmp_path / "v5")
-    wanted = fresh(tmp_path / "fresh.json", [tmp_path / "v5"], asked, 10, ranks=ranks)["v5"]
+    wanted = fresh(tmp_path / "fresh.json", [tmp_path / "v5"], asked, 10, ranks=ranks, dtype="float32")["v5"]
     assert sum(len(answer["ids"]) for answer in said[5]) > 15
-    assert said[5] == cut(said[5], wanted)
-    assert said[4] != cut(said[4], wanted)
+    assert same(said[5], wanted)
+    assert not same(said[4], wanted)
 
 
 def test_what_vllm_holds_beside_the_shadow_is_noticed(make: Make, tmp_path: Path) -> None:

@@ -78,11 +78,16 @@ def edited(state: Mapping[str, NDArray[Any]], seed: int) -> State:
 
 
 def fresh(
-    out: Path, folders: Sequence[Path], prompts: Sequence[Sequence[int]], tokens: int, ranks: int = 1
+    out: Path,
+    folders: Sequence[Path],
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    ranks: int = 1,
+    dtype: str = "auto",
 ) -> dict[str, Any]:
     """What plain vLLM in a process of its own says under each folder's weights, see fresh.py."""
     script = Path(__file__).with_name("fresh.py")
-    command = [*map(str, [sys.executable, script, out, tokens, json.dumps(prompts), ranks, *folders])]
+    command = [*map(str, [sys.executable, script, out, tokens, json.dumps(prompts), ranks, dtype, *folders])]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | CPU, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     return dict(json.loads(out.read_bytes()))
@@ -100,9 +105,17 @@ def greedy(engine: Any, asked: Sequence[Sequence[int]], tokens: int) -> list[dic
     return found
 
 
+def same(said: Sequence[dict[str, Any]], wanted: Sequence[dict[str, Any]], tolerance: float = 1e-3) -> bool:
+    """Whether the tokens are equal, and the logprobs closer than that: kernels differ in their last bits by processor
+    (vLLM's own packed ones are not used here). Compute in float32."""
+    pairs = list(zip(said, cut(said, wanted), strict=True))
+    near = [abs(a - b) < tolerance for s, w in pairs for a, b in zip(s["logprobs"], w["logprobs"], strict=False)]
+    return all(s["ids"] == w["ids"] for s, w in pairs) and all(near)
+
+
 def cut(said: Sequence[dict[str, Any]], wanted: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """`wanted`, each answer as long as the one beside it."""
     return [{key: w[key][: len(s["ids"])] for key in w} for s, w in zip(said, wanted, strict=True)]
 
 
-__all__ = ["CPU", "KINDS", "State", "checkpoint", "cut", "edited", "fresh", "greedy", "state_of"]
+__all__ = ["CPU", "KINDS", "State", "checkpoint", "cut", "edited", "fresh", "greedy", "same", "state_of"]
