@@ -472,7 +472,13 @@ def test_browsing_takes_no_lease(space: Space) -> None:
 
 BAD: list[tuple[str, str, Any, int, str]] = [
     ("POST", "/v1/runs", {"environment": "guess", "policy_url": "http://x"}, 400, "name"),
-    ("POST", "/v1/runs", {"name": "a", "environment": "chess", "policy_url": "http://x"}, 400, "known: guess, sort"),
+    (
+        "POST",
+        "/v1/runs",
+        {"name": "a", "environment": "chess", "policy_url": "http://x"},
+        400,
+        "known: countdown, guess",
+    ),
     ("POST", "/v1/runs", {"name": "a", "environment": "guess", "policy_url": "ftp://x"}, 400, "policy_url"),
     ("POST", "/v1/runs", {"name": "a/b", "environment": "guess", "policy_url": "http://x"}, 400, "name"),
     ("POST", "/v1/runs", {"name": "a" * 97, "environment": "guess", "policy_url": "http://x"}, 400, "name"),
@@ -514,7 +520,7 @@ BAD: list[tuple[str, str, Any, int, str]] = [
     ("POST", "/v1/rollouts/ack", {"groups": []}, 400, "groups"),
     ("POST", "/v1/rollouts/ack", {"groups": ["a b"]}, 400, "groups.0"),
     ("POST", "/v1/rollouts/renew", {"ids": ["a"]}, 400, "groups"),
-    ("GET", "/v1/tasks?environment=chess", None, 400, "known: guess, sort"),
+    ("GET", "/v1/tasks?environment=chess", None, 400, "known: countdown, guess"),
     ("GET", "/v1/tasks", None, 400, "environment"),
     ("GET", "/v1/demonstrations?environment=guess&count=10001", None, 400, "count"),
     ("GET", "/v1/demonstrations?environment=guess&seed=-1", None, 400, "seed"),
