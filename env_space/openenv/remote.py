@@ -271,8 +271,16 @@ class _LoopThread:
         future.add_done_callback(self._tasks.discard)
 
 
-@lru_cache(maxsize=1)
+_starting = threading.Lock()
+
+
 def _loop() -> _LoopThread:
+    with _starting:  # a cache alone calls twice where two threads come first
+        return _only_loop()
+
+
+@lru_cache(maxsize=1)
+def _only_loop() -> _LoopThread:
     return _LoopThread()
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -13,6 +15,7 @@ from pydantic import TypeAdapter
 
 from env_space.config import OpenEnvLimits
 from env_space.environments.guess import Guess
+from env_space.openenv import remote
 from env_space.openenv.client import _messages, _tool_text
 from env_space.openenv.remote import Options, _key, _text_field
 from env_space.openenv.sessions import Session, Sessions
@@ -174,3 +177,23 @@ def test_places_are_given_in_turn_and_never_lost() -> None:
         await sessions.stop()
 
     run(test)
+
+
+def test_threads_that_come_first_together_share_one_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = threading.Barrier(8)
+
+    class Slow(remote._LoopThread):
+        def __init__(self) -> None:
+            time.sleep(0.1)
+            super().__init__()
+
+    monkeypatch.setattr(remote, "_LoopThread", Slow)
+    remote._only_loop.cache_clear()
+
+    def first() -> Any:
+        begun.wait(60)
+        return remote._loop()
+
+    with ThreadPoolExecutor(8) as pool:
+        loops = [future.result(60) for future in [pool.submit(first) for _ in range(8)]]
+    assert len({id(loop) for loop in loops}) == 1
