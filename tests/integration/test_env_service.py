@@ -454,7 +454,9 @@ def test_demonstrations_tasks_and_environments(space: Space) -> None:
     assert space.client.get("/v1/demonstrations", params={**params, "seed": 5}).content != first.content
     assert space.client.get("/v1/tasks", params={"environment": "sort"}).json()["tasks"] == ["distinct", "repeats"]
     known = space.client.get("/v1/environments").json()["environments"]
-    assert [(e["name"], e["max_turns"], e["tasks"]) for e in known] == [("guess", 3, 7), ("sort", 1, 2)]
+    assert [(e["name"], e["max_turns"], e["tasks"]) for e in known] == [
+        ("countdown", 1, 2), ("guess", 3, 7), ("reverse-text", 1, 2), ("sort", 1, 2), ("wordle", 6, 3)
+    ]  # fmt: skip
 
 
 def test_browsing_takes_no_lease(space: Space) -> None:
