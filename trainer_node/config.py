@@ -95,7 +95,7 @@ class TrainConfig(Settings):
 
     run: str = Field(min_length=1)
     """run URL in the bucket: file:///dir or a folder"""
-    environment: str = Field(default="guess", min_length=1, max_length=64)
+    environment: str = Field(default="guess", min_length=1, max_length=512)
     """environment to train on"""
     env_urls: Annotated[tuple[Url, ...], Field(min_length=1), BeforeValidator(_urls)]
     """environment Spaces to lease rollouts from"""

@@ -35,7 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of model, warm start and tasks (default: %(default)s)"
     )
-    parser.add_argument("--env", default="guess", help="environment: guess or sort (default: %(default)s)")
+    parser.add_argument(
+        "--env",
+        default="guess",
+        help="environment: guess, sort, reverse-text, countdown, wordle (default: %(default)s)",
+    )
     parser.add_argument(
         "--store", choices=["directory", "hub"], default="directory",
         help="where the run lives: a folder, or a bucket of a local Hub that the demo starts (default: %(default)s)",

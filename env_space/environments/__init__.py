@@ -5,12 +5,15 @@ from __future__ import annotations
 from sync.errors import InvalidRequest
 
 from .base import Environment, Turn
+from .countdown import Countdown
 from .guess import Guess
+from .reverse_text import ReverseText
 from .sort import Sort
+from .wordle import Wordle
 
 REMOTE = "openenv:"
 """What the name of an environment on an OpenEnv server begins with."""
-ENVIRONMENTS: dict[str, type[Environment]] = {cls.name: cls for cls in (Guess, Sort)}
+ENVIRONMENTS: dict[str, type[Environment]] = {cls.name: cls for cls in (Countdown, Guess, ReverseText, Sort, Wordle)}
 
 
 def environment(name: str) -> type[Environment]:

@@ -12,9 +12,10 @@ from random import Random
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 from test_inspector import CHROMIUM, HOSTILE, ROOT, TOKEN, _answering, made, opened, seed, shoot, space
 
+from env_space.environments.wordle import TINY, Wordle, words
 from env_space.service.store import Draw, RolloutStore
 from sync.artifacts import ArtifactPublisher
 from sync.schema.artifacts import Criterion, Rubric
@@ -79,7 +80,7 @@ def url(folder: Path) -> Iterator[str]:
 def test_an_episode_is_played_by_hand(browser: Browser, url: str) -> None:
     with opened(browser, f"{url}/?key={TOKEN}") as page:
         page.get_by_role("tab", name="Play").click()
-        expect(page.locator("#dw-play-environment input")).to_have_value("guess")
+        choose(page, "#dw-play-environment", "guess")
         page.locator("#dw-play-start").click()
         expect(page.get_by_test_id("game")).to_contain_text("your turn")
         for turn, text in enumerate(("4", "2", "1"), 1):
@@ -96,6 +97,33 @@ def test_an_episode_is_played_by_hand(browser: Browser, url: str) -> None:
         expect(page.get_by_test_id("game")).to_contain_text(HOSTILE)
         assert page.locator("#dw-play-game img").count() == 0
         expect(page).to_have_title("Deltawire inspector")
+
+
+def test_a_game_of_wordle_is_played_by_hand(browser: Browser, url: str) -> None:
+    with opened(browser, f"{url}/?key={TOKEN}") as page:
+        page.get_by_role("tab", name="Play").click()
+        choose(page, "#dw-play-environment", "wordle")
+        choose(page, "#dw-play-task", "tiny")
+        page.locator("#dw-play-seed input").fill("5")
+        page.locator("#dw-play-start").click()
+        expect(page.get_by_test_id("game")).to_contain_text("wordle tiny: ")
+        env = Wordle()
+        env.reset("tiny", Random("5:instance"))  # as the Space draws it
+        wrong = next(word for word in words()[:TINY] if word != env._secret)
+        for turn, guess in enumerate((wrong, "zebra", env._secret), 1):
+            page.locator("#dw-play-text textarea").fill(guess)
+            page.locator("#dw-play-send").click()
+            expect(page.get_by_test_id("game")).to_contain_text(f"{turn} turns")
+        expect(page.get_by_test_id("game")).to_contain_text("unknown word")
+        expect(page.get_by_test_id("game")).to_contain_text("GGGGG")
+        expect(page.get_by_test_id("played")).to_have_text("reward 1 · success")
+        shoot(page, "wordle")
+
+
+def choose(page: Page, where: str, what: str) -> None:
+    page.locator(f"{where} input").click()
+    page.get_by_role("option", name=what, exact=True).click()
+    expect(page.locator(f"{where} input")).to_have_value(what)
 
 
 def test_two_rubric_versions_side_by_side_from_a_rollout(browser: Browser, url: str) -> None:
@@ -116,7 +144,7 @@ def test_two_rubric_versions_side_by_side_from_a_rollout(browser: Browser, url: 
 def test_tasks_plots_and_queue_at_both_widths(browser: Browser, url: str) -> None:
     with opened(browser, f"{url}/?key={TOKEN}", scheme="dark") as page:
         page.get_by_role("tab", name="Tasks").click()
-        expect(page.get_by_test_id("tasks-row").first).to_contain_text("secret-")
+        expect(page.get_by_test_id("tasks-row").filter(has_text="secret-")).to_have_count(7)
         shoot(page, "tasks-dark")
         page.get_by_role("tab", name="Plots").click()
         expect(page.get_by_test_id("plot")).to_have_count(5)

@@ -394,4 +394,4 @@ def test_a_demo_whose_trainer_dies_says_why_and_stops_the_others(
 
 def test_a_demo_of_an_unknown_environment_starts_no_training(tmp_path: Path) -> None:
     done = deltawire("demo", "--env", "chess", "--out", tmp_path / "out")
-    assert_says(done, "demo", "no such environment", "guess, sort")
+    assert_says(done, "demo", "no such environment", "countdown, guess")

@@ -454,7 +454,9 @@ def test_demonstrations_tasks_and_environments(space: Space) -> None:
     assert space.client.get("/v1/demonstrations", params={**params, "seed": 5}).content != first.content
     assert space.client.get("/v1/tasks", params={"environment": "sort"}).json()["tasks"] == ["distinct", "repeats"]
     known = space.client.get("/v1/environments").json()["environments"]
-    assert [(e["name"], e["max_turns"], e["tasks"]) for e in known] == [("guess", 3, 7), ("sort", 1, 2)]
+    assert [(e["name"], e["max_turns"], e["tasks"]) for e in known] == [
+        ("countdown", 1, 2), ("guess", 3, 7), ("reverse-text", 1, 2), ("sort", 1, 2), ("wordle", 6, 3)
+    ]  # fmt: skip
 
 
 def test_browsing_takes_no_lease(space: Space) -> None:
@@ -472,7 +474,13 @@ def test_browsing_takes_no_lease(space: Space) -> None:
 
 BAD: list[tuple[str, str, Any, int, str]] = [
     ("POST", "/v1/runs", {"environment": "guess", "policy_url": "http://x"}, 400, "name"),
-    ("POST", "/v1/runs", {"name": "a", "environment": "chess", "policy_url": "http://x"}, 400, "known: guess, sort"),
+    (
+        "POST",
+        "/v1/runs",
+        {"name": "a", "environment": "chess", "policy_url": "http://x"},
+        400,
+        "known: countdown, guess",
+    ),
     ("POST", "/v1/runs", {"name": "a", "environment": "guess", "policy_url": "ftp://x"}, 400, "policy_url"),
     ("POST", "/v1/runs", {"name": "a/b", "environment": "guess", "policy_url": "http://x"}, 400, "name"),
     ("POST", "/v1/runs", {"name": "a" * 97, "environment": "guess", "policy_url": "http://x"}, 400, "name"),
@@ -514,7 +522,7 @@ BAD: list[tuple[str, str, Any, int, str]] = [
     ("POST", "/v1/rollouts/ack", {"groups": []}, 400, "groups"),
     ("POST", "/v1/rollouts/ack", {"groups": ["a b"]}, 400, "groups.0"),
     ("POST", "/v1/rollouts/renew", {"ids": ["a"]}, 400, "groups"),
-    ("GET", "/v1/tasks?environment=chess", None, 400, "known: guess, sort"),
+    ("GET", "/v1/tasks?environment=chess", None, 400, "known: countdown, guess"),
     ("GET", "/v1/tasks", None, 400, "environment"),
     ("GET", "/v1/demonstrations?environment=guess&count=10001", None, 400, "count"),
     ("GET", "/v1/demonstrations?environment=guess&seed=-1", None, 400, "seed"),

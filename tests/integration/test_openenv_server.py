@@ -258,7 +258,7 @@ def test_unknown_environments_and_paths(stack: ExitStack, space: OpenSpace) -> N
         assert refused.value.response.status_code == 404
     answer = space.http.get("/nothing/health")
     assert answer.status_code == 404
-    assert "known: echo, guess, odd, shop, sort" in answer.json()["error"]["message"].replace(" countdown,", "")
+    assert "known: countdown, echo, guess, odd, reverse-text, shop, sort, wordle" in answer.json()["error"]["message"]
     assert space.http.get("/guess/nothing").status_code == 404
 
 
