@@ -7,23 +7,16 @@ from typing import ClassVar
 
 from sync.schema.calls import Message
 
-from .base import Environment, Turn, assistant, user
+from .base import user
+from .letters import LETTERS, Letters
 
-LETTERS, NOISE = "abcdefghijklmnop", 0.3
 LENGTHS = {"short": 4, "long": 8}
 
 
-class ReverseText(Environment):
-    """Reward 0.5 × share of letters in the right place, plus 0.5 when all are; an answer of another length has 0.
-
-    Spaces in the answer do not count.
-    """
+class ReverseText(Letters):
+    """The letters backwards; rewards as of `Letters`."""
 
     name: ClassVar[str] = "reverse-text"
-    inline: ClassVar[bool] = True
-
-    def __init__(self) -> None:
-        self._expected = self._answer = ""
 
     @classmethod
     def tasks(cls) -> tuple[str, ...]:
@@ -37,27 +30,3 @@ class ReverseText(Environment):
         letters = rng.choices(LETTERS, k=LENGTHS[task])
         self._expected, self._answer = "".join(reversed(letters)), ""
         return [user("reverse " + " ".join(letters))]
-
-    def step(self, text: str) -> Turn:
-        """Take the answer; always done."""
-        self._answer = "".join(text.split())
-        return Turn((), done=True)
-
-    def reward(self) -> dict[str, float]:
-        """Parts: places (at most 0.5), exact (0 or 0.5)."""
-        places = 0.0
-        if len(self._answer) == len(self._expected) > 0:
-            same = sum(a == b for a, b in zip(self._answer, self._expected, strict=True))
-            places = 0.5 * same / len(self._expected)
-        exact = 0.5 * self.success()
-        return {"reward": places + exact, "places": places, "exact": exact}
-
-    def success(self) -> bool:
-        """True when every letter is in place."""
-        return self._answer == self._expected != ""
-
-    def demonstrate(self, task: str, rng: Random) -> list[Message]:
-        """The right answer with each letter replaced by a uniform one with probability 0.3."""
-        messages = self.reset(task, rng)
-        noisy = [rng.choice(LETTERS) if rng.random() < NOISE else letter for letter in self._expected]
-        return [*messages, assistant(" ".join(noisy))]
